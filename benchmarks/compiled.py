@@ -32,7 +32,7 @@ from memopt_cli.errors import NothingFitsError
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.jobs import MeasureAnswer, MeasureJob
 from memopt_cli.pipeline import optimize
-from memopt_cli.pipeline.prepare import LoadRequest, Prepared, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, PreparedModel, prepare
 from memopt_cli.pipeline.verification import verify_plan
 from memopt_cli.records import (
     Budget,
@@ -146,15 +146,15 @@ class Bench:
 
     name: str
     backend: str
-    prepared: Prepared
+    prepared: PreparedModel
     folders: contextlib.ExitStack
     found: dict[Plan, MeasureAnswer | str] = field(default_factory=dict)
     """Plan -> its measurement, or why it cannot run."""
     wrong: dict[Plan, str] = field(default_factory=dict)
     """Plan -> why it computes something else than the model; empty if it computes the same."""
-    _compiling: dict[Plan, Prepared] = field(default_factory=dict)
+    _compiling: dict[Plan, PreparedModel] = field(default_factory=dict)
 
-    def compiling(self, plan: Plan) -> Prepared:
+    def compiling(self, plan: Plan) -> PreparedModel:
         """Return the prepared model with the compiler cache of ``plan``."""
         if plan not in self._compiling:
             self._compiling[plan] = self.prepared.with_compiler_cache(self.folders)

@@ -33,7 +33,7 @@ from memopt_cli.pipeline.batches.batch_probes import BatchProbes
 from memopt_cli.pipeline.batches.fastest_search import fastest_prepared
 from memopt_cli.pipeline.batches.trials import Pair, Trials
 from memopt_cli.pipeline.plans.optimization import find_plan
-from memopt_cli.pipeline.prepare import LoadRequest, Prepared, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, PreparedModel, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     BatchProbe,
@@ -117,7 +117,7 @@ CASES = {
 class Sweep:
     """Runs of plans at every share of their largest batch, within a memory limit."""
 
-    prepared: Prepared
+    prepared: PreparedModel
     limit_bytes: int
     trials: Trials
     first: int
@@ -160,7 +160,7 @@ class Sweep:
         return {pair: statistics.median(rates) for pair, rates in runs.items()}
 
 
-def plans_at(prepared: Prepared, request: BatchRequest, batch: int) -> list[Plan]:
+def plans_at(prepared: PreparedModel, request: BatchRequest, batch: int) -> list[Plan]:
     """Return the plans on the frontier of memory and time at ``batch``."""
     frontier = OptimizeRequest(
         source=request.source,
@@ -187,11 +187,11 @@ def rows(case: Case, optimizer: str, samples: list[int]) -> Iterator[list[str]]:
         yield _row(case, prepared, settings, batch, int(run.allocated_peak_bytes * _ROOM))
 
 
-def _trials(prepared: Prepared, limit_bytes: int) -> Trials:
+def _trials(prepared: PreparedModel, limit_bytes: int) -> Trials:
     return Trials(prepared=prepared, limit_bytes=limit_bytes)
 
 
-def _row(case: Case, prepared: Prepared, settings: StepSettings, batch: int, limit_bytes: int) -> list[str]:
+def _row(case: Case, prepared: PreparedModel, settings: StepSettings, batch: int, limit_bytes: int) -> list[str]:
     source = prepared.subject.source
     request = BatchRequest(source=source, spec=None, settings=settings, memory=limit_bytes, search=SEARCH)
     found = fastest_prepared(request, prepared)

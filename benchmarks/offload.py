@@ -40,8 +40,8 @@ from memopt_cli.measure import processes
 from memopt_cli.measure.allocated import measure_allocated
 from memopt_cli.measure.jobs import Subject
 from memopt_cli.pipeline.plans.goal import GoalSearch
-from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import Counted, InputSpec, PlaceName, Plan, StepSettings
+from memopt_cli.pipeline.prepare import PreparedModel
+from memopt_cli.records import InputSpec, PlaceName, Plan, StepPeaks, StepSettings
 from memopt_cli.report.optimization import in_words
 from memopt_cli.runtime.places.interface import counted_elsewhere
 from memopt_cli.text.units import format_bytes, format_seconds
@@ -147,7 +147,7 @@ class Way:
         return [model, self.name, predicted, format_bytes(self.counted_bytes), *step, *waits, elsewhere]
 
 
-def ways_of(ready: Prepared, search_s: float) -> Iterator[Way]:
+def ways_of(ready: PreparedModel, search_s: float) -> Iterator[Way]:
     """Yield the ways to take the step of ``ready``, those with memopt's plans for half of its activation peak last.
 
     ``search_s``: seconds of the search for each plan.
@@ -174,7 +174,7 @@ def ways_of(ready: Prepared, search_s: float) -> Iterator[Way]:
                 print(f"memopt{flag}: {error.message}", flush=True)
                 continue
             counted = one.probes.count(plan)
-            assert isinstance(counted, Counted), "it was counted before"
+            assert isinstance(counted, StepPeaks), "it was counted before"
             predicted = counted.tensor_peak_bytes if device == "cpu" else counted.allocated_peak_bytes
             expected = one.model.predict(plan)
             yield Way(
@@ -226,7 +226,7 @@ def _peak(way: Way, step: TrainingStep) -> int:
     return found.peak_bytes - before_bytes + resident_bytes
 
 
-def rows_of(model: str, ready: Prepared, rounds: int, search_s: float) -> Iterator[tuple[Way, list[str]]]:
+def rows_of(model: str, ready: PreparedModel, rounds: int, search_s: float) -> Iterator[tuple[Way, list[str]]]:
     """Yield each way to take the step of ``ready``, called ``model``, with its row."""
     ways, device = list(ways_of(ready, search_s)), ready.subject.settings.device
     take_turns(ways, ready.subject, rounds)
@@ -264,7 +264,7 @@ def main() -> None:
     raise SystemExit(min(wrong, 1))
 
 
-def tiny(device: str) -> Prepared:
+def tiny(device: str) -> PreparedModel:
     """Open a GPT of three blocks whose tensors are just large enough to be sent."""
     inputs = tuple(parse_tensor(f"{name}:16x64@int64=0..100") for name in ("input_ids", "targets"))
     spec = InputSpec(tensors=inputs, source="here")

@@ -26,7 +26,7 @@ from memopt_cli.inputs.spec_text import parse_dims, parse_tensor
 from memopt_cli.measure.jobs import ORIGINAL, Job, ProbeJob, Subject, TraceAnswer, TraceJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.memory.step_peaks import live_bytes
-from memopt_cli.pipeline.prepare import LoadRequest, Prepared, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, PreparedModel, prepare
 from memopt_cli.records import BatchProbe, InputSpec, ModelSource, Plan, StepSettings, StepTrace, Trust, from_data
 from memopt_cli.records.progress import Progress
 
@@ -124,7 +124,7 @@ def _rows(name: str, case: Case) -> list[list[str]]:
     return [_row(name, case, prepared, record, held, limit) for limit in limits]
 
 
-def _row(name: str, case: Case, prepared: Prepared, record: StepTrace, held: list[int], limit: int) -> list[str]:
+def _row(name: str, case: Case, prepared: PreparedModel, record: StepTrace, held: list[int], limit: int) -> list[str]:
     said = _explained(case, limit)
     first = next(index for index, size in enumerate(held) if size > limit)
     module = said["instant"]["module"] if said["instant"] else "nowhere"
@@ -157,7 +157,7 @@ def _explained(case: Case, limit: int) -> dict[str, Any]:
     return found
 
 
-def _prepared(case: Case) -> Prepared:
+def _prepared(case: Case) -> PreparedModel:
     tensors = tuple(map(parse_tensor, case.inputs))
     spec = InputSpec(tensors=tensors, dims=parse_dims(case.dims), source="--input")
     source = ModelSource(location=case.model, trust=Trust(packages=("sample_models",)))
@@ -165,12 +165,12 @@ def _prepared(case: Case) -> Prepared:
     return prepare(load_request, progress=Progress(), ask=None)
 
 
-def _ask(prepared: Prepared, job: Job[Any]) -> Any:
+def _ask(prepared: PreparedModel, job: Job[Any]) -> Any:
     with Session(prepared.subject, 600) as session:
         return session.ask(job)
 
 
-def _run_again(prepared: Prepared, said: dict[str, Any]) -> int | None:
+def _run_again(prepared: PreparedModel, said: dict[str, Any]) -> int | None:
     """Return the allocated peak in bytes of the suggestion ``said``, in another process; ``None`` if it fails."""
     settings = prepared.subject.settings
     if said["change"] == "autocast":

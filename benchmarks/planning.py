@@ -16,11 +16,10 @@ from memopt_cli.loading.input_spec import read_spec_file
 from memopt_cli.measure.jobs import MeasureAnswer, MeasureJob
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
-from memopt_cli.pipeline.prepare import LoadRequest, Prepared, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, PreparedModel, prepare
 from memopt_cli.pipeline.search_probes import planner_probes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
-    Counted,
     Failure,
     InputSpec,
     LevelRow,
@@ -34,6 +33,7 @@ from memopt_cli.records import (
     SearchOptions,
     SearchOverrides,
     SegmentPlan,
+    StepPeaks,
     StepSettings,
     StepTrace,
 )
@@ -53,14 +53,14 @@ SPIKINGJELLY, UNET = "spikingjelly_vgg", "unet"
 _LOSS = Path(__file__).with_name(f"{SPIKINGJELLY}.py")
 
 
-def prepared(name: str, device: str = "cpu") -> Prepared:
+def prepared(name: str, device: str = "cpu") -> PreparedModel:
     """Open the sample model ``name``, or one of the benchmarks' own."""
     settings = StepSettings(device=device, loss=f"{_LOSS}:total" if name == SPIKINGJELLY else None)
     folder = "benchmarks" if name in (SPIKINGJELLY, UNET) else "sample_models"
     return opened(f"{folder}.{name}:build", spec_of(name), settings)
 
 
-def opened(location: str, spec: InputSpec, settings: StepSettings) -> Prepared:
+def opened(location: str, spec: InputSpec, settings: StepSettings) -> PreparedModel:
     """Open the model that the function at ``location`` makes, with runs of layers in Sequentials as candidates."""
     load_request = LoadRequest(source=ModelSource(location=location), spec=spec, settings=settings, timeout_s=TIMEOUT_S)
     ready = prepare(load_request, progress=Progress(), ask=None)
@@ -85,12 +85,12 @@ class Bench:
     """Model with one recorded step, whose dry runs and measurements are remembered."""
 
     name: str
-    prepared: Prepared
+    prepared: PreparedModel
     search: StartedSearch
     trace: StepTrace
     model: CostModel
     probes: Probes
-    original: Counted
+    original: StepPeaks
     """Dry run of the step without a plan."""
     recorded_s: float
     """Seconds that loading and recording took."""
@@ -104,7 +104,7 @@ class Bench:
     def priced(self, plan: Plan) -> PricedPlan | None:
         """Return the dry run of ``plan``; ``None`` if the plan cannot run."""
         counted = self.probes.count(plan)
-        if not isinstance(counted, Counted):
+        if not isinstance(counted, StepPeaks):
             return None
         slowdown = self.model.predict(plan).step_s / self.model.step_s
         return PricedPlan(plan=plan, counted=counted, level=find_level(plan), slowdown=slowdown)
@@ -132,7 +132,7 @@ class Bench:
 
 
 @contextlib.contextmanager
-def bench(name: str, ready: Prepared | None = None, search_s: float | None = None) -> Iterator[Bench]:
+def bench(name: str, ready: PreparedModel | None = None, search_s: float | None = None) -> Iterator[Bench]:
     """Record a step of ``ready`` or of model ``name``; ``search_s`` limits the seconds of the search."""
     started = time.perf_counter()
     ready = ready or prepared(name)

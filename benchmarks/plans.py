@@ -47,7 +47,6 @@ from memopt_cli.pipeline.plans.optimization import find_plan
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.records import (
     Budget,
-    Counted,
     Failure,
     LevelRow,
     Measurement,
@@ -57,6 +56,7 @@ from memopt_cli.records import (
     SearchGoal,
     SearchOptions,
     SearchOverrides,
+    StepPeaks,
     StepSettings,
     from_data,
     to_data,
@@ -424,8 +424,8 @@ def growth(names: Sequence[str], options: argparse.Namespace) -> None:
         write_section("Plans: growth with the number of layers", this_command(), table(header, rows))
 
 
-def _dry_runs(fake: FakeStep, original: Counted, seconds: list[float]) -> Probes:
-    def count(plan: Plan) -> Counted:
+def _dry_runs(fake: FakeStep, original: StepPeaks, seconds: list[float]) -> Probes:
+    def count(plan: Plan) -> StepPeaks:
         if not plan.segments:
             return original
         started = time.perf_counter()

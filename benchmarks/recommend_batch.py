@@ -27,7 +27,7 @@ import torch
 from benchmarks.results import table, write_section
 from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.pipeline import recommend_batch
-from memopt_cli.pipeline.prepare import LoadRequest, Prepared, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, PreparedModel, prepare
 from memopt_cli.records import BatchProbe, BatchRequest, ModelSource, StepSettings, Trust
 from memopt_cli.records.progress import Progress
 from memopt_cli.text.units import exact_bytes, parse_bytes
@@ -86,7 +86,7 @@ class Case:
         return [*map(str, counts), *times, *(f"{ratio:.2f}" for ratio in ratios)]
 
 
-def find(prepared: Prepared, limit_bytes: int) -> tuple[int, int]:
+def find(prepared: PreparedModel, limit_bytes: int) -> tuple[int, int]:
     """Return the largest batch within ``limit_bytes`` by doubling and bisection, and the number of trials."""
     tried: dict[int, bool] = {}
 

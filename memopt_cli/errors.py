@@ -9,7 +9,7 @@
     │   └── BatchShapeError         2  a tensor shape that cannot be used as given (a ValueError, too)
     ├── FileError                   3  something is wrong with a file: its message is one line
     │   ├── FileFormatError         3  the file is not a model that memopt can read
-    │   ├── UnsafeFileError         4  reading the file would run code that the user has not vouched for
+    │   ├── UnsafeFileError         4  reading the file would run code that the user does not trust
     │   ├── PlanError               3  a plan that does not fit the model
     │   └── BaselineError           5  a baseline that is missing, or not comparable with this measurement
     ├── StepError                   3  the model's training step cannot be run
@@ -91,7 +91,7 @@ class FileFormatError(FileError):
 
 
 class UnsafeFileError(FileError):
-    """Reading the file would execute code that the user has not vouched for."""
+    """Reading the file would execute code that the user does not trust."""
 
     exit_code = 4
     trusted_with = ""
@@ -217,7 +217,7 @@ def printable_lines(text: str) -> str:
     return "\n".join(map(printable, text.split("\n")))
 
 
-class _Spelled:
+class _SpellingTable:
     """Table for :meth:`str.translate` that computes each entry: a dict of the characters of a file takes gigabytes."""
 
     def __getitem__(self, code: int) -> str:
@@ -225,7 +225,7 @@ class _Spelled:
         return character if character.isprintable() else character.encode("unicode_escape").decode()
 
 
-_SPELLED: Final = _Spelled()
+_SPELLED: Final = _SpellingTable()
 
 
 def shorten(value: object, max_length: int = 60) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from memopt_cli.errors import MemoptError, UsageError
-from memopt_cli.records import Counted, StepSettings, to_data
+from memopt_cli.records import StepPeaks, StepSettings, to_data
 from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.text.paths import module_name
 from memopt_cli.text.spelling import in_python, with_python_spelling
@@ -52,7 +52,7 @@ class TrainMemory:
         loss: Callable[[Any], Tensor] | None = None,
         optimizer: str = "none",
         seed: int = 0,
-    ) -> Counted:
+    ) -> StepPeaks:
         """Count the tensor peak of one step on ``model(*args, **inputs)``, in bytes, and which modules hold it.
 
         A dict or a tuple alone in ``args`` holds the arguments of forward, as for ``memopt_cli.profile``.
@@ -139,7 +139,7 @@ def _count(
     loss: Callable[[Any], Tensor] | None,
     optimizer: str,
     seed: int,
-) -> tuple[Counted, list[str]]:
+) -> tuple[StepPeaks, list[str]]:
     """Count one step of ``model``, and leave its state as it was; also return sentences on what was guessed."""
     from memopt_cli.measure.local import isolate_state
     from memopt_cli.runtime.state import StartingState
@@ -185,7 +185,7 @@ def _device(model: nn.Module) -> str:
     return "cpu" if parameter is None else str(parameter.device)
 
 
-def _complaint(model: nn.Module, counted: Counted, limit: int) -> str:
+def _complaint(model: nn.Module, counted: StepPeaks, limit: int) -> str:
     """Return the failure message: the peak in ``counted``, its categories, and the modules that hold most."""
     peak = counted.tensor_peak_bytes
     over = f"{format_bytes(peak - limit)} more than its limit of {format_bytes(limit)}"

@@ -27,7 +27,7 @@ from memopt_cli.api.arguments import (
     check_step,
     resolve_search,
 )
-from memopt_cli.api.shown import Optimized, RanksRecommended
+from memopt_cli.api.shown import OptimizationReport, RanksReport
 from memopt_cli.errors import OptionError
 from memopt_cli.files.memopt_files import load_plan
 from memopt_cli.inputs.spec_text import is_factory, layout_of, ranks_asked
@@ -149,7 +149,7 @@ def recommend_ranks(
     seed: int = 0,
     timeout: float = 600.0,
     verbose: bool = False,
-) -> RanksRecommended:
+) -> RanksReport:
     """Predict on how many ranks a step fits, and the largest batch of each, as ``memopt recommend-batch --ranks``.
 
     ``ranks``: one number, or the first and the last of several, each twice the one before: ``(8, 64)`` tries 8, 16, 32
@@ -177,7 +177,7 @@ def recommend_ranks(
         prepared = prepared_factory(
             rank_step.subject, chosen or ORIGINAL, rank_step.model, rank_step.functions, limit_s, progress
         )
-        return RanksRecommended(recommend_ranks_prepared(request, prepared, chosen))
+        return RanksReport(recommend_ranks_prepared(request, prepared, chosen))
 
 
 @with_python_spelling
@@ -205,7 +205,7 @@ def plan_rank(
     seed: int = 0,
     timeout: float = 600.0,
     verbose: bool = False,
-) -> Optimized:
+) -> OptimizationReport:
     """Find a plan for one rank of many by predictions, as ``memopt optimize --ranks --plan-only``.
 
     The plan is verified on the whole model, in one process and with a few samples.  ``unverified`` leaves that out, for
@@ -239,7 +239,7 @@ def plan_rank(
         )
         findings = find_and_verify(request, prepared)
         summary = summarize(findings, spent_s=time.monotonic() - started, advice=None)
-        return Optimized(OptimizeResult(header=file_header(prepared), summary=summary, files=()))
+        return OptimizationReport(OptimizeResult(header=file_header(prepared), summary=summary, files=()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

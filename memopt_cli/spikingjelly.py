@@ -40,10 +40,9 @@ from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.named_segments import find_named_segments
 from memopt_cli.pipeline.plans.optimization import find_plan
 from memopt_cli.pipeline.plans.summary import summarize
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.pipeline.verification import verify_plan
 from memopt_cli.records import (
-    Counted,
     MemOptSummary,
     ModuleTrace,
     OptimizeRequest,
@@ -53,6 +52,7 @@ from memopt_cli.records import (
     ResolvedSearch,
     SearchOverrides,
     StepFailed,
+    StepPeaks,
     StepSettings,
     Verification,
     describe,
@@ -333,11 +333,11 @@ def _search_and_apply(
     return findings
 
 
-def _warm_up(net: nn.Module, prepared: Prepared, plan: Plan) -> list[str]:
+def _warm_up(net: nn.Module, prepared: PreparedModel, plan: Plan) -> list[str]:
     """Take a step of a copy of ``net`` under ``plan``; return a note if it fails."""
     with LocalSession(prepared.subject, 0.0, build=lambda: detached_copy(net)) as session:
         outcome = session.ask(CountJob(plan=plan, fake=False))
-    if isinstance(outcome, Counted):
+    if isinstance(outcome, StepPeaks):
         return []
     return [f"The step that was to warm up this process failed: {describe(outcome)}"]
 

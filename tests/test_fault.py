@@ -31,12 +31,12 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline import prepare
 from memopt_cli.pipeline.memory import inspection
 from memopt_cli.records import (
-    Counted,
     Crashed,
     InputSpec,
     ModelSource,
     OutOfMemory,
     Plan,
+    StepPeaks,
     StepSettings,
     TensorSpec,
     TimedOut,
@@ -501,7 +501,7 @@ def test_out_of_memory_is_an_answer_and_the_session_lives_on(start: Callable[...
         assert "alloc_cpu.cpp" not in answer.detail
         resource.prlimit(pid_of(session), resource.RLIMIT_AS, (most, most))
         counted = session.ask(CountJob(plan=ORIGINAL, fake=False))
-        assert isinstance(counted, Counted)
+        assert isinstance(counted, StepPeaks)
         assert counted.tensor_peak_bytes > 3 << 30
 
 

@@ -64,7 +64,7 @@ def test_mypy_sees_signatures_and_finds_misspelled_names(tmp_path: Path) -> None
     done = subprocess.run([*command, str(tmp_path / "user.py")], cwd=PACKAGE.parent, capture_output=True, text=True)
     signature, plan, missing, *_ = done.stdout.splitlines()
     assert "allow_inexact: bool" in signature
-    assert signature.endswith('-> memopt_cli.api.shown.Optimized"')
+    assert signature.endswith('-> memopt_cli.api.shown.OptimizationReport"')
     assert plan.endswith('"memopt_cli.records.plan.Plan"')
     assert 'Module has no attribute "optimze"' in missing
 

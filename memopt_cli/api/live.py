@@ -37,7 +37,7 @@ from memopt_cli.api.arguments import (
     resolve_search,
     split_range,
 )
-from memopt_cli.api.shown import Checked, Optimized, Profiled, Recommended, Recorded
+from memopt_cli.api.shown import BaselineReport, BatchReport, CheckReport, OptimizationReport, ProfileReport
 from memopt_cli.errors import OptionError
 from memopt_cli.files.memopt_files import load_plan
 from memopt_cli.inputs.spec_text import parse_limit
@@ -52,7 +52,7 @@ from memopt_cli.pipeline.live.model import carried_note, describe_inputs, find_a
 from memopt_cli.pipeline.memory.profiling import profile_prepared
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.summary import summarize
-from memopt_cli.pipeline.prepare import LEFT_OUT_NOTE, Prepared, file_header
+from memopt_cli.pipeline.prepare import LEFT_OUT_NOTE, PreparedModel, file_header
 from memopt_cli.records import (
     LONGEST_STEP_S,
     BaselineRequest,
@@ -110,7 +110,7 @@ def optimize(
     process_group: torch.distributed.ProcessGroup | None = None,
     timeout: float = 600.0,
     verbose: bool = False,
-) -> Optimized:
+) -> OptimizationReport:
     """Make ``model`` train in less memory, in place, as ``memopt optimize`` does with a file.
 
     Parameters
@@ -179,7 +179,7 @@ def optimize(
     other errors of ``memopt_cli.errors``; then the model is as it was.
     """
 
-    def optimized() -> Optimized:
+    def optimized() -> OptimizationReport:
         card = check_card(for_device, device)
         step = check_step(loss, optimizer, accumulate, clip_norm, precision, "cpu" if card else device, seed)
         limit_s = check_option("timeout", timeout)
@@ -240,7 +240,7 @@ def frontier(
     seed: int = 0,
     timeout: float = 600.0,
     verbose: bool = False,
-) -> Optimized:
+) -> OptimizationReport:
     """Find and measure the plans between the fastest and the smallest, as ``memopt optimize --frontier`` does.
 
     ``summary.frontier`` of the result holds them; ``memopt_cli.apply_plan(model, point.plan)`` applies one.  This
@@ -290,7 +290,7 @@ def profile(
     seed: int = 0,
     timeout: float = 600.0,
     verbose: bool = False,
-) -> Profiled:
+) -> ProfileReport:
     """Show where the memory of a training step goes, as ``memopt profile`` does; ``model`` stays as it is.
 
     ``plan``: a plan to run the step under, or the path of its file; a plan that the model carries is ignored, with a
@@ -313,7 +313,7 @@ def profile(
     )
     chosen = Plan() if plan is None else load_plan(plan)
     with _prepare(model, check_inputs_argument(inputs, dims), step, limit_s, verbose) as prepared:
-        return Profiled(profile_prepared(request, prepared.without_carried(LEFT_OUT_NOTE), chosen))
+        return ProfileReport(profile_prepared(request, prepared.without_carried(LEFT_OUT_NOTE), chosen))
 
 
 @with_python_spelling
@@ -344,7 +344,7 @@ def recommend_batch(
     seed: int = 0,
     timeout: float = 600.0,
     verbose: bool = False,
-) -> Recommended:
+) -> BatchReport:
     """Find how large a batch fits, as ``memopt recommend-batch`` does; ``model`` stays as it is.
 
     Of tensors among the inputs, only shape, dtype and the range of whole numbers are used, and a negative number that
@@ -386,8 +386,8 @@ def recommend_batch(
     chosen = None if plan is None else load_plan(plan)
     with _prepare(model, spec, replace(step, settings=request.step), limit_s, verbose) as prepared:
         if search:
-            return Recommended(fastest_prepared(request, prepared.without_carried(LEFT_OUT_NOTE)))
-        return Recommended(recommend_prepared(request, prepared, chosen, ()))
+            return BatchReport(fastest_prepared(request, prepared.without_carried(LEFT_OUT_NOTE)))
+        return BatchReport(recommend_prepared(request, prepared, chosen, ()))
 
 
 @with_python_spelling
@@ -407,7 +407,7 @@ def baseline(
     seed: int = 0,
     timeout: float = 600.0,
     verbose: bool = False,
-) -> Recorded:
+) -> BaselineReport:
     """Write the memory and time of a step to the file ``output``, as ``memopt baseline`` does.
 
     The step runs under the plan that the model carries.  Of tensors among the inputs, only shape, dtype and range are
@@ -426,7 +426,7 @@ def baseline(
             output=str(path),
             force=force,
         )
-        return Recorded(record_prepared(request, prepared))
+        return BaselineReport(record_prepared(request, prepared))
 
 
 @with_python_spelling
@@ -441,7 +441,7 @@ def check(
     optimizer: Optimizer = None,
     timeout: float = 600.0,
     verbose: bool = False,
-) -> Checked:
+) -> CheckReport:
     """Compare a step with its ``baseline``, as ``memopt check`` does, under the plan that the model carries.
 
     ``fail_on``: how much a metric may grow, ``"peak:5%"``.  The settings of the step come from the baseline; only code
@@ -466,12 +466,12 @@ def check(
     before, request, settings = step_of_baseline(request)
     step = StepArguments(settings=replace(settings, device=resolve_device(settings.device)), functions=functions)
     with _prepare(model, spec, step, limit_s, verbose) as prepared:
-        return Checked(check_prepared(request, before, prepared))
+        return CheckReport(check_prepared(request, before, prepared))
 
 
 def _search(
     request: OptimizeRequest, model: nn.Module, given: Given, step: StepArguments, timeout_s: float, verbose: bool
-) -> Optimized:
+) -> OptimizationReport:
     started = time.monotonic()
     with _prepare(model, given, step, timeout_s, verbose) as prepared:
         findings = find_and_verify(request, prepared)
@@ -482,10 +482,12 @@ def _search(
             findings.notes[:0] = [LEFT_OUT_NOTE]
         summary = summarize(findings, spent_s=time.monotonic() - started, advice=advice)
         header = replace(file_header(prepared), model=type(model).__name__)
-        return Optimized(OptimizeResult(header=header, summary=summary, files=(), in_memory=True))
+        return OptimizationReport(OptimizeResult(header=header, summary=summary, files=(), in_memory=True))
 
 
-def _advise(request: OptimizeRequest, prepared: Prepared, findings: Findings) -> BatchAdvice | BatchEstimate | None:
+def _advise(
+    request: OptimizeRequest, prepared: PreparedModel, findings: Findings
+) -> BatchAdvice | BatchEstimate | None:
     """Return the batch that fits under the plan of ``findings``; ``None`` if no advice is wanted, or on Ctrl-C."""
     if not findings.wants_batch_advice(request):
         return None
@@ -513,7 +515,7 @@ def _replace_plan(model: nn.Module, findings: Findings) -> None:
 @contextlib.contextmanager
 def _prepare(
     model: nn.Module, given: Given, step: StepArguments, timeout_s: float, verbose: bool
-) -> Iterator[Prepared]:
+) -> Iterator[PreparedModel]:
     prepare = prepared_model(check_model(model), given, step.settings, step.functions)
     with log_progress(verbose) as progress, processes.keep_server(), prepare as prepared:
         yield prepared.with_progress(progress, timeout_s)

@@ -22,7 +22,7 @@ from memopt_cli.report.text import TextReport, plain_text
 from memopt_cli.text.spelling import in_python, notes_in_python
 
 
-class Shown:
+class CommandReport:
     """Base of the results: its ``repr`` is the command's report, with options spelled as Python arguments."""
 
     result: Any
@@ -40,7 +40,7 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Optimized(Shown):
+class OptimizationReport(CommandReport):
     """Result of an optimization, shown as ``memopt optimize`` shows it."""
 
     result: OptimizeResult
@@ -66,14 +66,14 @@ class Optimized(Shown):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Profiled(Shown):
+class ProfileReport(CommandReport):
     """Profile of a step's memory, shown as ``memopt profile`` shows it."""
 
     result: StepProfile
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Recommended(Shown):
+class BatchReport(CommandReport):
     """Recommended batch, or batch and plan after a search, shown as ``memopt recommend-batch`` shows it."""
 
     result: BatchRecommendation | FastestTraining
@@ -90,7 +90,7 @@ class Recommended(Shown):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class RanksRecommended(Shown):
+class RanksReport(CommandReport):
     """Numbers of ranks on which a step fits, shown as ``memopt recommend-batch --ranks`` shows them."""
 
     result: RanksRecommendation
@@ -102,14 +102,14 @@ class RanksRecommended(Shown):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Recorded(Shown):
+class BaselineReport(CommandReport):
     """Baseline that was written, shown as ``memopt baseline`` shows it."""
 
     result: BaselineResult
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Checked(Shown):
+class CheckReport(CommandReport):
     """Comparison of a step with its baseline, shown as ``memopt check`` shows it."""
 
     result: Comparison

@@ -20,13 +20,13 @@ from memopt_cli.api.arguments import (
     check_model,
     check_step,
 )
-from memopt_cli.api.shown import Shown
+from memopt_cli.api.shown import CommandReport
 from memopt_cli.errors import OptionError, type_in_words
 from memopt_cli.measure import processes
 from memopt_cli.pipeline.equivalence import compare_prepared
 from memopt_cli.pipeline.live.model import prepared_one_of_several, refuse_recursion
 from memopt_cli.pipeline.live.step import prepared_step
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.records import Equivalence, InputSpec, Precision
 from memopt_cli.records.progress import log_progress
 from memopt_cli.runtime.private_torch import hooks_on_gradient, is_compiled
@@ -39,7 +39,7 @@ Trained = nn.Module | Callable[[], Step]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Verified(Shown):
+class VerificationReport(CommandReport):
     """Comparison of two trainings, shown as ``memopt verify`` shows it."""
 
     result: Equivalence
@@ -66,7 +66,7 @@ def verify(
     seed: int = 0,
     timeout: float = 600.0,
     verbose: bool = False,
-) -> Verified:
+) -> VerificationReport:
     """Compare how ``candidate`` and ``reference`` train, as ``memopt verify`` does; both stay as they are.
 
     Parameters
@@ -100,11 +100,11 @@ def verify(
     named = replace(
         equivalence, reference="the reference", candidate="the candidate", spent_s=time.monotonic() - started
     )
-    return Verified(named)
+    return VerificationReport(named)
 
 
 @contextlib.contextmanager
-def _prepare(name: str, trained: Trained, given: Given, step: StepArguments) -> Iterator[Prepared]:
+def _prepare(name: str, trained: Trained, given: Given, step: StepArguments) -> Iterator[PreparedModel]:
     if isinstance(trained, nn.Module):
         model = check_model(trained)
         _refuse_hooks_on_gradients(name, model)

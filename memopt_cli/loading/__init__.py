@@ -21,7 +21,7 @@ from memopt_cli.loading.factory import build, fill
 from memopt_cli.loading.generation import cache_notes
 from memopt_cli.loading.interface import Format, Loaded, ModelFile, WithoutModel, require_same
 from memopt_cli.loading.module_pickle import ModulePickle
-from memopt_cli.loading.pickles.kinds.vouched import UNKNOWN_SCRIPT
+from memopt_cli.loading.pickles.kinds.trusted_names import UNKNOWN_SCRIPT
 from memopt_cli.loading.pretrained import load_pretrained
 from memopt_cli.loading.safetensors_file import SafeTensors
 from memopt_cli.loading.torchscript import TorchScript

@@ -38,7 +38,7 @@ _QUOTED = re.compile(r'"([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+class _Findings:
     """The findings of the reader of one format in a file."""
 
     format: str
@@ -89,7 +89,7 @@ def _sound_archive(file: ModelFile) -> Archive:
     return archive
 
 
-def _pickle(file: ModelFile) -> _Found:
+def _pickle(file: ModelFile) -> _Findings:
     pickled = read_pickled(file)
     built = [step.node for step in pickled.pickle.steps if step.action == "make"]
     zipped = _sound_archive(file) if pickled.form == "zip" else None
@@ -113,7 +113,7 @@ def _pickle(file: ModelFile) -> _Found:
         entries = [(name,) for name, _ in container_entries(pickled.pickle.root)]
         what = "container of tensors"
         notes = (f"Its entries are {list_paths(entries)}; none of them is a module.",)
-    return _Found(
+    return _Findings(
         format=f"pickled {what} ({pickled.form})",
         contents=contents,
         versions=_versions(zipped) if zipped else {},
@@ -136,7 +136,7 @@ def _verdicts(file: ModelFile, pickled: PickledFile) -> Iterator[GlobalVerdict]:
                 yield GlobalVerdict(name=str(wanted), verdict="needs trust", reason=reason, flag=remedy.flags)
 
 
-def _script(file: ModelFile) -> _Found:
+def _script(file: ModelFile) -> _Findings:
     archive = _sound_archive(file)
     try:
         check_script_file(file.data, file.path)
@@ -146,7 +146,7 @@ def _script(file: ModelFile) -> _Found:
     registered = dict(_registered_names(archive))
     inputs = "traced_inputs.pkl" in archive.sizes
     traced = contents_of(_describe_pickle(archive, "traced_inputs.pkl"), loose="input").tensors if inputs else []
-    return _Found(
+    return _Findings(
         format=f"TorchScript ({'traced' if inputs else 'scripted'})",
         contents=contents_of(_describe_pickle(archive, "data.pkl"), registered=registered),
         versions=_versions(archive),
@@ -170,23 +170,23 @@ def _describe_pickle(archive: Archive, record: str) -> Any:
     return scan_pickle(io.BytesIO(data), PickleScan(size=sum(archive.sizes.values()))).root
 
 
-def _safetensors(file: ModelFile) -> _Found:
+def _safetensors(file: ModelFile) -> _Findings:
     entries, remarks = read_header(file.data, file.path)
     contents = FileContents()
     for name, entry in entries.items():
         dtype, size = dtype_name(entry.dtype), entry.end - entry.start
         stored = StoredTensor(name=printable(name), kind="tensor", shape=entry.shape, dtype=dtype, size_bytes=size)
         contents.add_tensor(stored, home=-1, memory=name)
-    return _Found(format="safetensors", contents=contents, versions=remarks)
+    return _Findings(format="safetensors", contents=contents, versions=remarks)
 
 
-def _describe_exported(file: ModelFile) -> _Found:
+def _describe_exported(file: ModelFile) -> _Findings:
     archive = _sound_archive(file)
     try:
         contents, versions, inputs = read_exported(archive)
     except (KeyError, TypeError, AttributeError, IndexError, json.JSONDecodeError) as err:
         raise ValueError("its description of the program is not what torch.export writes") from err
-    return _Found(
+    return _Findings(
         format="exported program (torch.export)",
         contents=contents,
         versions=_versions(archive) | versions,
@@ -200,7 +200,7 @@ def _versions(archive: Archive) -> dict[str, str]:
     return {what: text for what, text in versions.items() if text}
 
 
-_READERS: Final[dict[str, Callable[[ModelFile], _Found]]] = {
+_READERS: Final[dict[str, Callable[[ModelFile], _Findings]]] = {
     "safetensors": _safetensors,
     "exported": _describe_exported,
     "torchscript": _script,

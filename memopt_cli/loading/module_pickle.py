@@ -28,8 +28,8 @@ from memopt_cli.loading.pickles.entries import found_in, module_in, place_notes,
 from memopt_cli.loading.pickles.kinds import kinds_of, kinds_of_data
 from memopt_cli.loading.pickles.kinds.interface import BrokenError, Denied, Missing, ObjectKind, Use
 from memopt_cli.loading.pickles.kinds.modules import Libraries
-from memopt_cli.loading.pickles.kinds.tensors import Stored
-from memopt_cli.loading.pickles.kinds.vouched import Vouched, scripts_with
+from memopt_cli.loading.pickles.kinds.tensors import PickledStorages
+from memopt_cli.loading.pickles.kinds.trusted_names import TrustedNames, scripts_with
 from memopt_cli.loading.pickles.nodes import PERSISTENT, Global
 from memopt_cli.loading.pickles.reading import PickledFile, nested_storage, read_pickled
 from memopt_cli.loading.pickles.scan import suspend_collection
@@ -79,9 +79,9 @@ class ModulePickle:
             pickled = read_pickled(file)
             refuse_attacks(file, pickled.scan, UserCode(trust.code_paths))
             located = module_in(pickled.pickle.root, file.key, file.path, trust.code_paths)
-        vouched = Vouched(trust, UserCode(trust.code_paths))
+        trusted = TrustedNames(trust, UserCode(trust.code_paths))
         try:
-            model = _audit_and_make(file, pickled, located.root, kinds_of(storages_of(pickled), vouched), vouched)
+            model = _audit_and_make(file, pickled, located.root, kinds_of(storages_of(pickled), trusted), trusted)
         except ClassNotFoundError as err:
             class_name = class_of(unwrapped(located.root, file.path))
             hint_text = moved_hint(file.path, (err.looked_in, *trust.code_paths), class_name)
@@ -111,7 +111,7 @@ def load_tensors(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> Any:
 
 def build_data(file: ModelFile, pickled: PickledFile, root: Any) -> Any:
     """Make the tensors and plain containers that ``root`` reaches; the errors are those of :func:`load_tensors`."""
-    no_trust = Vouched(Trust(), UserCode(()))
+    no_trust = TrustedNames(Trust(), UserCode(()))
     return _audit_and_make(file, pickled, root, kinds_of_data(storages_of(pickled)), no_trust)
 
 
@@ -120,7 +120,7 @@ def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Deni
 
     If the file holds one model, only the names that the model needs are listed.
     """
-    no_trust = Vouched(Trust(), UserCode(()))
+    no_trust = TrustedNames(Trust(), UserCode(()))
     try:
         root = module_in(pickled.pickle.root, file.key, file.path).root
     except (FileFormatError, UsageError):
@@ -133,7 +133,7 @@ def refusals_by_name(file: ModelFile, pickled: PickledFile) -> dict[Global, Deni
     refused |= {name: attack_refusal(name) for name in pickled.scan.wanted if is_attack(name)}
     # After a refusal, loading would import nothing.
     if not any(isinstance(verdict, Denied) for verdict in refused.values()):
-        audit = Audit(root, known, no_trust.vouches)
+        audit = Audit(root, known, no_trust.trusts)
         refused |= dict(audit.refused)
         if not refused:
             _refuse_exhausting(file, audit)
@@ -202,16 +202,16 @@ def _live_entries(value: Any) -> list[tuple[str, Any]]:
     return [(str(number), item) for number, item in enumerate(value)] if isinstance(value, list | tuple) else []
 
 
-def storages_of(pickled: PickledFile) -> Stored:
+def storages_of(pickled: PickledFile) -> PickledStorages:
     """Return the kind of object for the storages of ``pickled``."""
-    return Stored(pickled.storages, functools.partial(nested_storage, scan=pickled.scan))
+    return PickledStorages(pickled.storages, functools.partial(nested_storage, scan=pickled.scan))
 
 
 def _audit_and_make(
-    file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[ObjectKind], vouched: Vouched
+    file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[ObjectKind], trusted: TrustedNames
 ) -> Any:
     with suspend_collection():
-        audit = audit_objects(file, pickled, root, kinds, vouched)
+        audit = audit_objects(file, pickled, root, kinds, trusted)
     try:
         with watch_code(file.path):
             return build(pickled.pickle, root, audit.recipes)
@@ -223,7 +223,7 @@ def _audit_and_make(
 
 
 def audit_objects(
-    file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[ObjectKind], vouched: Vouched
+    file: ModelFile, pickled: PickledFile, root: Any, kinds: Sequence[ObjectKind], trusted: TrustedNames
 ) -> Audit:
     """Check all objects that ``root`` reaches, and return their audit; no object is made yet.
 
@@ -234,13 +234,13 @@ def audit_objects(
     _refuse_many(file, pickled.scan.wanted)
     claims, unclaimed = assign_kinds(uses_in(root), kinds)
     _refuse_libraries(file, claims)
-    verdicts = _unknown(unclaimed, vouched.code)
+    verdicts = _unknown(unclaimed, trusted.code)
     if any(isinstance(verdict, Denied) and verdict.remedy is None for _, verdict in verdicts):
-        _refuse_denied(file, verdicts, vouched.trust)  # before anything is imported
-    audit = Audit(root, claims, vouched.vouches)
-    _refuse_denied(file, [*verdicts, *audit.refused], vouched.trust)
+        _refuse_denied(file, verdicts, trusted.trust)  # before anything is imported
+    audit = Audit(root, claims, trusted.trusts)
+    _refuse_denied(file, [*verdicts, *audit.refused], trusted.trust)
     _refuse_exhausting(file, audit)
-    _refuse_denied(file, ((name, Denied(reason)) for name, reason in audit.objections()), vouched.trust)
+    _refuse_denied(file, ((name, Denied(reason)) for name, reason in audit.objections()), trusted.trust)
     return audit
 
 

@@ -24,7 +24,7 @@ from memopt_cli.loading.pickles.described import NESTED
 from memopt_cli.loading.pickles.kinds import kinds_of
 from memopt_cli.loading.pickles.kinds.interface import Denied, Missing, Recipe
 from memopt_cli.loading.pickles.kinds.modules import Libraries
-from memopt_cli.loading.pickles.kinds.vouched import Vouched
+from memopt_cli.loading.pickles.kinds.trusted_names import TrustedNames
 from memopt_cli.loading.pickles.names import within_class
 from memopt_cli.loading.pickles.nodes import Built, Global, reachable
 from memopt_cli.loading.pickles.reading import PickledFile, read_pickled
@@ -48,12 +48,12 @@ def check_returned(path: str, source: ModelSource) -> int:
     is_folder = os.path.isdir(source.location)
     adapts = is_folder and os.path.isfile(os.path.join(source.location, ADAPTER_SETTINGS))
     trust = Trust(packages=("peft",)) if adapts else source.trust
-    vouched = Vouched(trust, UserCode(trust.code_paths))
+    trusted = TrustedNames(trust, UserCode(trust.code_paths))
     with suspend_collection():
-        original_classes = None if is_folder else _classes_of_original(source, vouched)
+        original_classes = None if is_folder else _classes_of_original(source, trusted)
         file = replace(read_file(path), path="the file")
         try:
-            _check_file(file, original_classes, vouched)
+            _check_file(file, original_classes, trusted)
         except MemoptError as err:
             raise UnsafeFileError(
                 f"the subprocess returned something that is not an optimized model: {err.message}", hint=_ATTACK_HINT
@@ -61,16 +61,16 @@ def check_returned(path: str, source: ModelSource) -> int:
     return len(file.data)
 
 
-def _classes_of_original(source: ModelSource, vouched: Vouched) -> set[tuple[str, bool]]:
+def _classes_of_original(source: ModelSource, trusted: TrustedNames) -> set[tuple[str, bool]]:
     """Return the :func:`_classes` of the original.
 
     TorchScript and exports have only those that a Sequential becomes; their other modules become memopt's own.
     """
     file, _ = read_same(source.location, None, source.sha256)
-    return set(_classes(read_pickled(file), vouched)) if isinstance(format_of(file), ModulePickle) else _LIFTED
+    return set(_classes(read_pickled(file), trusted)) if isinstance(format_of(file), ModulePickle) else _LIFTED
 
 
-def _check_file(file: ModelFile, original_classes: set[tuple[str, bool]] | None, vouched: Vouched) -> None:
+def _check_file(file: ModelFile, original_classes: set[tuple[str, bool]] | None, trusted: TrustedNames) -> None:
     """Raise :class:`MemoptError` if ``file`` holds anything but an optimized model.
 
     ``original_classes``: the :func:`_classes` of the original; ``None`` for a folder, which names no classes.
@@ -78,12 +78,12 @@ def _check_file(file: ModelFile, original_classes: set[tuple[str, bool]] | None,
     if not file.data.startswith(_START) or _SCRIPT_RECORD in record_names(file.data):
         raise UnsafeFileError("it is not an archive of torch.save")
     pickled = read_pickled(file)
-    refuse_attacks(file, pickled.scan, vouched.code)
+    refuse_attacks(file, pickled.scan, trusted.code)
     if NESTED in pickled.scan.wanted or _has_unused_objects(pickled):
         raise UnsafeFileError("it creates objects that are not part of the model")
-    audit_objects(file, pickled, pickled.pickle.root, kinds_of(storages_of(pickled), vouched), vouched)
+    audit_objects(file, pickled, pickled.pickle.root, kinds_of(storages_of(pickled), trusted), trusted)
     if original_classes is not None and (
-        added := {name for name, _ in set(_classes(pickled, vouched)) - original_classes}
+        added := {name for name, _ in set(_classes(pickled, trusted)) - original_classes}
     ):
         raise UnsafeFileError(
             f"it has {', '.join(sorted(added))}, which the original does not have, or has in a different form"
@@ -105,16 +105,16 @@ def _has_unused_objects(pickled: PickledFile) -> bool:
     return not used.issuperset(itertools.chain(map(str, pickled.scan.wanted), callees))
 
 
-def _classes(pickled: PickledFile, vouched: Vouched) -> Iterator[tuple[str, bool]]:
-    """Yield (name, whether it is called) of each class of a library or of code that the user vouches for.
+def _classes(pickled: PickledFile, trusted: TrustedNames) -> Iterator[tuple[str, bool]]:
+    """Yield (name, whether it is called) of each class of a library or of code that the user trusts.
 
     A class has the name that it would be saved under now: ``timm.models.layers.DropPath`` of an older file is
     ``timm.layers.drop.DropPath``.
     """
-    known, _ = assign_kinds(uses_in(pickled.pickle.root), kinds_of(storages_of(pickled), vouched))
+    known, _ = assign_kinds(uses_in(pickled.pickle.root), kinds_of(storages_of(pickled), trusted))
     recipes: dict[tuple[Global, str], Recipe | Denied | Missing] = {}
     for use, kind in known:
-        if not isinstance(kind, Libraries | Vouched):
+        if not isinstance(kind, Libraries | TrustedNames):
             continue
         key = use.name, use.how
         recipe = recipes[key] = recipes.get(key) or kind.recipe(use)

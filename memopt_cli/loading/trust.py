@@ -16,7 +16,7 @@ from typing import Final
 from memopt_cli.errors import UnsafeFileError
 from memopt_cli.loading.pickles.kinds.interface import TOO_WIDE, Denied, Missing, Use
 from memopt_cli.loading.pickles.kinds.modules import LIBRARIES
-from memopt_cli.loading.pickles.kinds.vouched import Definition, defined_as, needs_script
+from memopt_cli.loading.pickles.kinds.trusted_names import Definition, defined_as, needs_script
 from memopt_cli.loading.pickles.nodes import COMPUTED, Global
 from memopt_cli.loading.user_code import file_in
 from memopt_cli.records import Trust, WantedGlobal
@@ -128,7 +128,8 @@ def unknown_refusal(use: Use, scripts: Mapping[Global, Path], folder: str) -> De
     """Return the refusal of an unclaimed name, with the flags that would allow the name.
 
     ``folder``: that of a script that the user named, if the module of the name is in it; empty if not.
-    ``scripts``: see :func:`~memopt_cli.loading.pickles.kinds.vouched.scripts_with`; it has each name of ``__main__``.
+    ``scripts``: what :func:`~memopt_cli.loading.pickles.kinds.trusted_names.scripts_with` found for each name of
+    ``__main__``.
     """
     wanted = use.name
     if wanted.module == "__main__":

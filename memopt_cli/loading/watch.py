@@ -1,4 +1,4 @@
-"""A watch on libraries while they build the objects of a file that the user did not vouch for.
+"""A watch on libraries while they build the objects of a file that the user does not trust.
 
 Building a model needs no subprocess, no connection and no change to a file.  Python reports these as audit events, and
 the watch turns one into an error.  Code that is not Python can evade it: the sandbox of
@@ -78,7 +78,7 @@ def watch_code(path: str, hint: str = TRUST_PICKLE_HINT) -> Iterator[None]:
 
 @contextmanager
 def suspend_watch() -> Iterator[None]:
-    """Suspend the watch for this thread in the ``with`` block, for code that the user vouched for."""
+    """Suspend the watch for this thread in the ``with`` block, for code that the user trusts."""
     before = getattr(_trusting, "trusts", False)
     _trusting.trusts = True
     try:

@@ -35,7 +35,7 @@ _PHASES: Mapping[str, Phase] = {name: phase for phase, name in _MARKS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Allocated:
+class StepAllocations:
     """The memory of one step, as the allocator saw it."""
 
     peak_bytes: int
@@ -54,7 +54,7 @@ class Allocated:
     """Bytes that were allocated in the step and not freed when it ended, gradients among them."""
 
 
-def measure_allocated(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated:
+def measure_allocated(step: MarkedStep, device: str, held_before_bytes: int) -> StepAllocations:
     """Run ``step`` once on ``device``, and return its allocations.
 
     ``held_before_bytes``: bytes of the tensors that exist already.  On the CPU they are added to the peak, since the
@@ -95,7 +95,7 @@ def _bytes_after_steps_on_cpu(step: Callable[[], object]) -> list[int]:
     return [sum(change for start_ns, change in allocations if start_ns < end_ns) for end_ns in sorted(ends_ns)]
 
 
-def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
+def _on_cpu(step: MarkedStep, held_before_bytes: int) -> StepAllocations:
     with _recorded_allocations(record_shapes=True) as profiled:
         step_s = _time_step(lambda: step(_mark_phase))
     results = _results_of(profiled)
@@ -113,7 +113,7 @@ def _on_cpu(step: MarkedStep, held_before_bytes: int) -> Allocated:
         if latest is not None:
             phases[latest] = max(phases[latest], live)
     workspaces = find_workspaces(_nested_operators(results.events()), allocations)
-    return Allocated(peak, peak, step_s, "cpu profiler", workspaces, phases, live - held_before_bytes)
+    return StepAllocations(peak, peak, step_s, "cpu profiler", workspaces, phases, live - held_before_bytes)
 
 
 @contextlib.contextmanager
@@ -189,7 +189,7 @@ def _allocations(tree: Sequence[Any]) -> list[tuple[int, int]]:
     return allocations
 
 
-def _on_cuda(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated:
+def _on_cuda(step: MarkedStep, device: str, held_before_bytes: int) -> StepAllocations:
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
     before_bytes = torch.cuda.memory_allocated(device)
@@ -209,7 +209,7 @@ def _on_cuda(step: MarkedStep, device: str, held_before_bytes: int) -> Allocated
     phases: dict[Phase, int] = {}
     for phase, peak in zip(entered, peaks[1:], strict=True):  # a step may enter a phase several times
         phases[phase] = max(peak, phases.get(phase, 0))
-    return Allocated(
+    return StepAllocations(
         max(peaks),
         max(reserved),
         step_s,

@@ -3,7 +3,7 @@
 To add a job, write its class here and its function in ``measure/answers/``.  The class names both the type of the
 answer and the function::
 
-    class CountJob(SizedJob[Counted]):                                  # answered by a ``Counted``, or a failure
+    class CountJob(SizedJob[StepPeaks]):                                # answered by a ``StepPeaks``, or a failure
         answered_by = "memopt_cli.measure.answers.dry_runs:count_step"  # called in the subprocess, with the job
 
 The worker has no list of jobs: it imports the function that the job names.
@@ -18,7 +18,6 @@ from memopt_cli.records import (
     BatchProbe,
     ChunkRule,
     Conditions,
-    Counted,
     DeviceProfile,
     Fingerprint,
     FollowedSteps,
@@ -37,6 +36,7 @@ from memopt_cli.records import (
     RanksMeasured,
     Refused,
     SnapshotFacts,
+    StepPeaks,
     StepSettings,
     StepTrace,
     Verification,
@@ -308,7 +308,7 @@ class RecordJob(StepJob[StepTrace]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CountJob(SizedJob[Counted]):
+class CountJob(SizedJob[StepPeaks]):
     """Counts the tensor peak of a step under a plan."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.dry_runs:count_step"

@@ -166,7 +166,7 @@ class Gate:
 
 
 @dataclass(slots=True, eq=False)
-class _Filtered:
+class _GradientFactors:
     """The factors that turn a neuron's gradient into a weight's gradient in ES-D-RTRL."""
 
     z: Tensor | None
@@ -181,7 +181,7 @@ class _RunningStep:
 
     values: dict[str, Tensor]
     """Name of the trace's declared state -> its value after the last step."""
-    filtered: _Filtered
+    filtered: _GradientFactors
     z: Tensor | None = None
     """Input of the weight in this step, detached; ``None`` for an elementwise parameter."""
     y: Tensor = field(default_factory=lambda: torch.empty(0))
@@ -204,7 +204,7 @@ class Trace(nn.Module):
 
     def begin(self, values: dict[str, Tensor]) -> None:
         """Begin a step with ``values``: name of a state of the trace -> its value, ``[B, ...]``."""
-        self.live = _RunningStep(values, _Filtered(values.get("input")))
+        self.live = _RunningStep(values, _GradientFactors(values.get("input")))
 
     def end(self) -> None:
         """Drop everything that belongs to the graph of the last step."""

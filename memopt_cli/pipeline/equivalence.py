@@ -44,7 +44,7 @@ from memopt_cli.pipeline.fingerprints.gaps import (
 )
 from memopt_cli.pipeline.fingerprints.imports import import_notes
 from memopt_cli.pipeline.fingerprints.steps import EPSILONS
-from memopt_cli.pipeline.prepare import LoadRequest, Prepared, import_libraries, prepare_without_libraries
+from memopt_cli.pipeline.prepare import LoadRequest, PreparedModel, import_libraries, prepare_without_libraries
 from memopt_cli.records import (
     STEP,
     TOLERANCE,
@@ -85,7 +85,7 @@ StepCache = dict[tuple[FollowJob, int], FollowedSteps | Failure]
 
 
 def compare_prepared(
-    reference: Prepared, candidate: Prepared, steps: int, cache: StepCache | None = None
+    reference: PreparedModel, candidate: PreparedModel, steps: int, cache: StepCache | None = None
 ) -> Equivalence:
     """Compare the trainings of two prepared models over a number of ``steps``.
 
@@ -140,7 +140,7 @@ def _require_trained(answer: FollowedSteps | Failure) -> FollowedSteps:
 class _Sides:
     """The reference and the candidate; each takes its steps in fresh subprocesses."""
 
-    def __init__(self, reference: Prepared, candidate: Prepared, cache: StepCache) -> None:
+    def __init__(self, reference: PreparedModel, candidate: PreparedModel, cache: StepCache) -> None:
         self._reference, self._candidate = reference, candidate
         self._cache, self._counts = cache, Counter[FollowJob]()
         self.progress = reference.progress
@@ -208,7 +208,7 @@ class _Sides:
         """Return both sides under the same names.  Raises :class:`StepError` if they are not of one model."""
         return with_shared_values(*with_equal_names(reference_run, candidate_run), self.unsteady_names)
 
-    def _ask(self, prepared: Prepared, job: FollowJob) -> FollowedSteps | Failure:
+    def _ask(self, prepared: PreparedModel, job: FollowJob) -> FollowedSteps | Failure:
         job = replace(job, plan=prepared.carried)
         if prepared is self._candidate:
             return prepared.ask(job)

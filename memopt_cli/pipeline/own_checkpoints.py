@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from memopt_cli.measure.jobs import ORIGINAL, MeasureAnswer, MeasureJob, TraceAnswer, TraceJob
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.records import Failure, Measurement, Plan, describe
 from memopt_cli.text.paths import attributes_in_words, quote_module
 from memopt_cli.text.units import format_bytes, format_seconds, format_some
 
 
-def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Prepared:
+def without_own_checkpoints(prepared: PreparedModel, *, measures: bool = True) -> PreparedModel:
     """Return the model with its own checkpointing off, if it has any that an attribute turns off.
 
     The name of an attribute proves nothing, so a step is recorded without data to see whether the model checkpoints.  A
@@ -41,7 +41,7 @@ def without_own_checkpoints(prepared: Prepared, *, measures: bool = True) -> Pre
     return replace(prepared, subject=subject, notes=(*prepared.notes, note), own_checkpoints=measured)
 
 
-def _measure(prepared: Prepared) -> Measurement | Failure:
+def _measure(prepared: PreparedModel) -> Measurement | Failure:
     prepared.progress.stage("measuring the step with the model's own checkpoints")
     answer = prepared.ask(MeasureJob(plan=ORIGINAL))
     return answer.measurement if isinstance(answer, MeasureAnswer) else answer

@@ -13,13 +13,18 @@ from memopt_cli.inputs.spec_text import ranks_asked
 from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import require_answer
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.records import DeviceProfile, Plan, RankLayout, RankPrediction, make_prediction
 
 
 @contextlib.contextmanager
 def predicted_ranks(
-    prepared: Prepared, layout: RankLayout, plan: Plan, *, rank: int | None = None, card: DeviceProfile | None = None
+    prepared: PreparedModel,
+    layout: RankLayout,
+    plan: Plan,
+    *,
+    rank: int | None = None,
+    card: DeviceProfile | None = None,
 ) -> Iterator[tuple[Session, tuple[RankPrediction, ...]]]:
     """Predict ``rank``, by default the first and the last; yield the session of the largest, and the predictions."""
     plan.require_eager("a rank is predicted without a compiler")

@@ -58,7 +58,7 @@ _READERS: Final = {"torchscript": "torch.jit.load", "exported": "torch.export.lo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prepared:
+class PreparedModel:
     """A model whose step can be run here, and in profiling subprocesses that load it by its :attr:`subject`."""
 
     subject: Subject
@@ -78,13 +78,13 @@ class Prepared:
     messages: dict[str, None] = field(default_factory=dict)
     """Sentences for the user from the sessions' answers, without repeats, such as which output is taken as the loss."""
 
-    def with_progress(self, progress: Progress, timeout_s: float) -> Prepared:
+    def with_progress(self, progress: Progress, timeout_s: float) -> PreparedModel:
         """Return the model with ``progress``, which shows its notes now, and with ``timeout_s`` as its time limit."""
         for note in self.notes:
             progress.note(note)
         return replace(self, progress=progress, timeout_s=timeout_s)
 
-    def without_carried(self, note: str) -> Prepared:
+    def without_carried(self, note: str) -> PreparedModel:
         """Return the model with no carried plan, and show ``note`` to the user if it carries one."""
         if self.carried == ORIGINAL:
             return self
@@ -113,7 +113,7 @@ class Prepared:
         with self.session(data) as session:
             return session.ask(job)
 
-    def at(self, batch: int) -> Prepared:
+    def at(self, batch: int) -> PreparedModel:
         """Return the model with inputs of batch size ``batch``.
 
         Raises :class:`UsageError` where the batch of the inputs is fixed.
@@ -121,7 +121,7 @@ class Prepared:
         spec = with_batch(self.subject.spec, batch) if batch != self.batch else self.subject.spec
         return self._with_spec(spec, batch)
 
-    def with_compiler_cache(self, folders: contextlib.ExitStack) -> Prepared:
+    def with_compiler_cache(self, folders: contextlib.ExitStack) -> PreparedModel:
         """Return the model whose subprocesses share an empty folder for the compiler's caches, until ``folders`` ends.
 
         An empty cache makes compiled code and compile times independent of earlier compilations.
@@ -130,12 +130,12 @@ class Prepared:
         folders.callback(folder.remove)
         return replace(self, subject=replace(self.subject, compiler_cache=folder.path))
 
-    def with_size(self, symbol: str, size: int) -> Prepared:
+    def with_size(self, symbol: str, size: int) -> PreparedModel:
         """Return the model with inputs of ``size`` in dimension ``symbol``, a dimension other than the batch."""
         spec = replace(self.subject.spec, dims={**self.subject.spec.dims, symbol: size})
         return self._with_spec(spec, self.batch)
 
-    def _with_spec(self, spec: InputSpec, batch: int) -> Prepared:
+    def _with_spec(self, spec: InputSpec, batch: int) -> PreparedModel:
         """Return the model with the inputs of ``spec``; a measurement at other sizes is left behind."""
         subject, facts = replace(self.subject, spec=spec), replace(self.facts, spec=spec, batch=batch)
         own = self.own_checkpoints if spec == self.subject.spec else None
@@ -247,7 +247,7 @@ def typed_inputs(header: FileHeader, path: Path) -> InputSpec | None:
     return inputs_of_file(header.spec, f"{REMEMBERED}{path}") if is_typed else None
 
 
-def prepare(load_request: LoadRequest, *, progress: Progress, ask: Ask | None) -> Prepared:
+def prepare(load_request: LoadRequest, *, progress: Progress, ask: Ask | None) -> PreparedModel:
     """Load a model in a subprocess, without the plan that it may carry; find its inputs and device.
 
     Names that the user allows when ``ask`` asks are allowed in later subprocesses too.
@@ -256,14 +256,14 @@ def prepare(load_request: LoadRequest, *, progress: Progress, ask: Ask | None) -
     return prepare_with_plan(load_request, progress=progress, ask=ask).without_carried(TAKEN_OFF_NOTE)
 
 
-def prepare_with_plan(load_request: LoadRequest, *, progress: Progress, ask: Ask | None) -> Prepared:
+def prepare_with_plan(load_request: LoadRequest, *, progress: Progress, ask: Ask | None) -> PreparedModel:
     """Load a model as :func:`prepare` does, and keep the plan that its file carries."""
     prepared = prepare_without_libraries(load_request, progress=progress, ask=ask)
     import_libraries(prepared, prepared.facts.libraries)
     return prepared
 
 
-def prepare_without_libraries(load_request: LoadRequest, *, progress: Progress, ask: Ask | None) -> Prepared:
+def prepare_without_libraries(load_request: LoadRequest, *, progress: Progress, ask: Ask | None) -> PreparedModel:
     """Load a model as :func:`prepare_with_plan` does, and import no libraries for all subprocesses.
 
     For a model that runs next to another one: libraries in the two folders may have the same names.
@@ -281,11 +281,11 @@ def prepare_without_libraries(load_request: LoadRequest, *, progress: Progress, 
         _refuse_settings(settings, source.location)
     notes = (*facts.notes, inputs_note(facts.spec, load_request.dim_range))
     subject = Subject(source=source, spec=facts.spec, settings=settings, data=load_request.data)
-    prepared = Prepared(subject=subject, facts=facts, notes=notes, carried=facts.carried)
+    prepared = PreparedModel(subject=subject, facts=facts, notes=notes, carried=facts.carried)
     return prepared.with_progress(progress, load_request.timeout_s)
 
 
-def import_libraries(prepared: Prepared, names: Sequence[str]) -> None:
+def import_libraries(prepared: PreparedModel, names: Sequence[str]) -> None:
     """Import the libraries ``names``, which all later subprocesses need, once for all of them."""
     source = prepared.subject.source
     if not source.trust.pickle:  # a pickle's import path may have the current folder
@@ -354,7 +354,7 @@ def model_writer(source: ModelSource, plan: Plan, timeout_s: float) -> Callable[
     return save
 
 
-def switches_off(prepared: Prepared) -> tuple[str, ...]:
+def switches_off(prepared: PreparedModel) -> tuple[str, ...]:
     """Return the names of the attributes that turn the model's own checkpointing off; empty if that is on."""
     is_off = not prepared.subject.source.own_checkpoints
     names = (switch.rpartition(".")[2] for switch in prepared.facts.checkpoint_switches)
@@ -369,7 +369,7 @@ def reader_notes(model_format: str, path: Path) -> tuple[str, ...]:
     return (f"{path.name} is a pickled module, which {reader} does not read: memopt_cli.load({str(path)!r}) does.",)
 
 
-def file_header(prepared: Prepared) -> FileHeader:
+def file_header(prepared: PreparedModel) -> FileHeader:
     """Return the header of a file that is written now about ``prepared``."""
     return header_of(prepared.subject, prepared.facts.sha256)
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from memopt_cli.measure.jobs import ORIGINAL, ChunkingJob, CountJob, Job, TraceAnswer, TraceJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused, StepTrace
+from memopt_cli.records import ChunkRule, Failure, Plan, Refused, StepPeaks, StepTrace
 from memopt_cli.records.progress import Progress, Span
 from memopt_cli.search.plan.interface import NotTried, Probes
 from memopt_cli.text.units import format_bytes, format_count
@@ -97,9 +97,9 @@ class SearchProbes:
         """Return the way in which the module at ``path`` may run in chunks, or a refusal."""
         return _rule_in(self.ask(ChunkingJob(path=path, allow_inexact=allow_inexact)))
 
-    def has_improved(self, original: Counted) -> bool:
+    def has_improved(self, original: StepPeaks) -> bool:
         """Return whether a plan was tried that lowers the peak of the ``original``."""
-        dry_runs = (answer for answer in self._answers.values() if isinstance(answer, Counted))
+        dry_runs = (answer for answer in self._answers.values() if isinstance(answer, StepPeaks))
         return any(answer.allocated_peak_bytes < original.allocated_peak_bytes for answer in dry_runs)
 
     @property
@@ -121,7 +121,7 @@ def _rule_in(answer: object) -> ChunkRule | Refused:
 
 def planner_probes(
     probes: SearchProbes,
-    original: Counted,
+    original: StepPeaks,
     progress: Progress,
     *,
     fake: bool,
@@ -136,7 +136,7 @@ def planner_probes(
     """
     reporter = _Reporter(progress, original.allocated_peak_bytes)
 
-    def count_step(plan: Plan) -> Counted | Failure | NotTried:
+    def count_step(plan: Plan) -> StepPeaks | Failure | NotTried:
         answer = original if plan == ORIGINAL else probes.ask(CountJob(plan=plan, fake=fake))
         return reporter.counted(plan, answer)
 
@@ -165,7 +165,7 @@ class _Reporter:
         """Show ``text``, the next thing that is tried."""
         self._progress.update(self._tried, None, f"{text}; {self._least}")
 
-    def counted(self, plan: Plan, answer: Counted | Failure | NotTried) -> Counted | Failure | NotTried:
+    def counted(self, plan: Plan, answer: StepPeaks | Failure | NotTried) -> StepPeaks | Failure | NotTried:
         """Show the peak of ``plan``, if it was tried, and return ``answer``."""
         if not isinstance(answer, NotTried):
             self._tried += 1
@@ -175,8 +175,8 @@ class _Reporter:
             self._progress.update(self._tried, None, f"{plan_in_words}: {self._describe(answer)}")
         return answer
 
-    def _describe(self, answer: Counted | Failure) -> str:
-        if not isinstance(answer, Counted):
+    def _describe(self, answer: StepPeaks | Failure) -> str:
+        if not isinstance(answer, StepPeaks):
             return f"cannot run; {self._least}"
         peak = format_bytes(answer.allocated_peak_bytes)
         if answer.allocated_peak_bytes >= self._best_bytes:

@@ -7,7 +7,7 @@ from typing import Self
 
 from memopt_cli.measure.jobs import Data
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 
 _RESTARTED_NOTE = "A profiling subprocess died, and another was started."
 
@@ -15,7 +15,7 @@ _RESTARTED_NOTE = "A profiling subprocess died, and another was started."
 class Sessions(contextlib.ExitStack):
     """A context manager whose call returns a live session; it closes all of them at the end."""
 
-    def __init__(self, prepared: Prepared, data: Data, notes: list[str]) -> None:
+    def __init__(self, prepared: PreparedModel, data: Data, notes: list[str]) -> None:
         """Set up sessions of ``prepared`` for steps on ``data``; ``notes`` gains a sentence if a subprocess dies."""
         super().__init__()
         self.prepared = prepared

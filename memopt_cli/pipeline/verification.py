@@ -17,7 +17,7 @@ from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.equivalence import StepCache, compare_prepared
 from memopt_cli.pipeline.fingerprints.causes import DRAWS_COMPILED
 from memopt_cli.pipeline.fingerprints.steps import EPSILONS, compare_fingerprints
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.records import (
     Differs,
     Failure,
@@ -42,7 +42,7 @@ _FEW_SAMPLES = 2
 """Batch at which a plan is verified where the step does not run at full size, as with ``--for``."""
 
 
-def verify_plan(prepared: Prepared, plan: Plan, *, fits: bool = True) -> Verification | Failure:
+def verify_plan(prepared: PreparedModel, plan: Plan, *, fits: bool = True) -> Verification | Failure:
     """Verify ``plan`` at full size if the original ``fits``, else at the largest half, quarter … of the batch."""
     size = prepared.batch if fits else max(1, prepared.batch // 2)
     while True:
@@ -56,10 +56,10 @@ def verify_plan(prepared: Prepared, plan: Plan, *, fits: bool = True) -> Verific
 
 
 def verify_compiled(
-    prepared: Prepared,
+    prepared: PreparedModel,
     plan: Plan,
     verification: Verification,
-    reference: Prepared | None = None,
+    reference: PreparedModel | None = None,
     cache: StepCache | None = None,
 ) -> Verification | Failure:
     """Compare compiled steps under ``plan`` with steps compiled without segments and memory budget.
@@ -98,7 +98,7 @@ def verify_compiled(
     )
 
 
-def verify_on_few_samples(prepared: Prepared, plan: Plan) -> Verification | Failure:
+def verify_on_few_samples(prepared: PreparedModel, plan: Plan) -> Verification | Failure:
     """Verify ``plan`` on two samples, or at the smallest sizes at which all its chunks run."""
     prepared.progress.stage("verifying a few samples")
     sizes = _sizes_for(prepared, plan, min(_FEW_SAMPLES, prepared.batch))
@@ -118,7 +118,7 @@ class MeasuredSteps:
     """Time of a step of the original, in seconds."""
 
 
-def verify_by_fingerprints(prepared: Prepared, plan: Plan, measured: MeasuredSteps) -> Verification | Failure:
+def verify_by_fingerprints(prepared: PreparedModel, plan: Plan, measured: MeasuredSteps) -> Verification | Failure:
     """Verify ``plan`` by the fingerprints of its ``measured`` steps at full size, and fully on fewer samples.
 
     Chunks change the order of sums, so their fingerprints may differ as much as the original's do when its parameters
@@ -159,7 +159,7 @@ def fault_in(outcome: Verification | Failure) -> Differs | NotRun | None:
 
 
 def check_fingerprints(
-    measured: MeasuredSteps, plan: Plan, prepared: Prepared, rounded: Fingerprint | None = None
+    measured: MeasuredSteps, plan: Plan, prepared: PreparedModel, rounded: Fingerprint | None = None
 ) -> tuple[FingerprintCheck, bool]:
     """Compare the ``measured`` fingerprints, bit for bit, or in norm for a plan with chunks; return whether they agree.
 
@@ -178,7 +178,7 @@ def check_fingerprints(
     )
 
 
-def _sizes_for(session: Session | Prepared, plan: Plan, batch: int) -> Sizes | Failure:
+def _sizes_for(session: Session | PreparedModel, plan: Plan, batch: int) -> Sizes | Failure:
     """Return ``batch`` as sizes, or for a plan in chunks the smallest sizes at which all its chunks run."""
     return session.ask(SizesJob(plan=plan)) if plan.has_chunks else Sizes(batch=batch)
 
@@ -189,7 +189,7 @@ def _proves_nothing(outcome: Verification | Failure) -> bool:
 
 
 def _verify_at(
-    prepared: Prepared, plan: Plan, sizes: Sizes, original_step_s: float = 0.0, session: Session | None = None
+    prepared: PreparedModel, plan: Plan, sizes: Sizes, original_step_s: float = 0.0, session: Session | None = None
 ) -> Verification | Failure:
     """Verify ``plan`` at ``sizes`` in ``session``, or in a fresh one if there is none or it dies.
 

@@ -163,7 +163,7 @@ Reason = TooSlow | SavesTooLittle | Differs | NotRun | OwnIsBetter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Dropped:
+class DroppedPlan:
     """A plan that was found and is not applied."""
 
     plan: Plan
@@ -194,7 +194,7 @@ class Dropped:
         return f"{plan_in_words[:1].upper()}{plan_in_words[1:]} is not applied: {self.why.because}."
 
 
-def decisive(dropped: Sequence[Dropped]) -> Dropped | None:
+def decisive(dropped: Sequence[DroppedPlan]) -> DroppedPlan | None:
     """Return the plan in ``dropped`` that came nearest to being applied; ``None`` if there is none.
 
     First comes the last plan that reached verification, or was beaten by the model's own checkpoints.  Then come
@@ -205,7 +205,7 @@ def decisive(dropped: Sequence[Dropped]) -> Dropped | None:
     return min(reversed(plans), key=_distance, default=None)
 
 
-def _distance(dropped: Dropped) -> tuple[int, float]:
+def _distance(dropped: DroppedPlan) -> tuple[int, float]:
     """Return a sort key: the nearer the plan came to being applied, the smaller the key."""
     match dropped.why:
         case Differs() | NotRun(in_verification=True) | OwnIsBetter():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memopt_cli.records.batch import Accumulation, BatchProbe, ModelCall
-from memopt_cli.records.dropped import Dropped
+from memopt_cli.records.dropped import DroppedPlan
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.measurement import Failure
 from memopt_cli.records.plan import Plan
@@ -68,7 +68,7 @@ class FastestTraining:
     """Call of the model and place of its loss, for the loop to paste."""
     interrupted: bool = False
     """Whether the search was interrupted; the answer is the best of the runs until then."""
-    dropped: tuple[Dropped, ...] = ()
+    dropped: tuple[DroppedPlan, ...] = ()
     """Plans that train faster than the answer but fail verification."""
 
     @property

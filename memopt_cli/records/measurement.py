@@ -92,7 +92,7 @@ class PhasePeak:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class StepPeaks:
     """The peaks of one step and the modules that hold them, from a run on real or fake tensors."""
 
     tensor_peak_bytes: int

@@ -19,7 +19,7 @@ STEP = "step"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
-    """The code that the user vouches for when a model file is loaded."""
+    """The code that the user trusts when a model file is loaded."""
 
     libraries: tuple[str, ...] = ()
     """Packages whose ``nn.Module`` classes may be built (``trust:``), such as well-known model libraries."""

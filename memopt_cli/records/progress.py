@@ -58,7 +58,7 @@ class Progress:
         """End the job, whether it succeeded or failed."""
 
 
-class _Logged(Progress):
+class _LogProgress(Progress):
     """The listener that writes every line to the log."""
 
     def stage(self, text: str, takes: Span | None = None) -> None:
@@ -142,7 +142,7 @@ def log_progress(verbose: bool) -> Iterator[Progress]:
         _LOG.addHandler(handler)
     _LOG.setLevel(logging.INFO)
     try:
-        yield _Logged()
+        yield _LogProgress()
     finally:
         _LOG.setLevel(level)
         if handler is not None:

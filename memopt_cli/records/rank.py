@@ -9,7 +9,7 @@ from memopt_cli.records.batch import NoBatchFits
 from memopt_cli.records.header import FileHeader
 from memopt_cli.records.inputs import InputSpec
 from memopt_cli.records.layout import Collective, RankLayout
-from memopt_cli.records.measurement import Breakdown, Counted, PhasePeak
+from memopt_cli.records.measurement import Breakdown, PhasePeak, StepPeaks
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.request import StepRequest
 from memopt_cli.records.settings import StepSettings
@@ -52,7 +52,7 @@ class PlannedRanks:
     """First and last rank, under the plan."""
 
 
-def make_prediction(dry_run: Counted, layout: RankLayout, rank: int, plan: Plan) -> RankPrediction:
+def make_prediction(dry_run: StepPeaks, layout: RankLayout, rank: int, plan: Plan) -> RankPrediction:
     """Make the prediction for ``rank`` from ``dry_run``, the dry run of its step."""
     return RankPrediction(
         layout=layout,

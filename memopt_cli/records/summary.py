@@ -8,8 +8,8 @@ from typing import Any
 
 from memopt_cli.records.batch import BatchAdvice, BatchEstimate
 from memopt_cli.records.device import PlanEstimates
-from memopt_cli.records.dropped import Dropped, SavesTooLittle, decisive
-from memopt_cli.records.measurement import Counted, Failure, Measurement
+from memopt_cli.records.dropped import DroppedPlan, SavesTooLittle, decisive
+from memopt_cli.records.measurement import Failure, Measurement, StepPeaks
 from memopt_cli.records.plan import Plan
 from memopt_cli.records.rank import PlannedRanks
 from memopt_cli.records.verification import Verification
@@ -52,7 +52,7 @@ class LevelRow:
     def __repr__(self) -> str:
         return f"<LevelRow: level {self.level}, {_in_brief(self.plan, self.outcome)}>"
 
-    def predicted(self, dry_run: Counted) -> LevelRow:
+    def predicted(self, dry_run: StepPeaks) -> LevelRow:
         """Return the row with the peaks of ``dry_run``, a dry run of its plan."""
         return replace(
             self,
@@ -253,7 +253,7 @@ class MemOptSummary:
     """Predictions for one rank of many, for which nothing is measured; ``None`` for a single device."""
     ranges: list[RangeRow] = field(default_factory=list)
     """Ranges of a plan by length, shortest first; all other fields are about the longest."""
-    dropped: list[Dropped] = field(default_factory=list)
+    dropped: list[DroppedPlan] = field(default_factory=list)
     """Plans found and not applied, in the order in which they were dropped."""
     details: list[str] = field(default_factory=list)
     """Sentences that change no decision, such as the inputs, and what is left out of the peak."""
@@ -281,7 +281,7 @@ class MemOptSummary:
         return bool(self.frontier) and self.verification is None
 
     @property
-    def decisive(self) -> Dropped | None:
+    def decisive(self) -> DroppedPlan | None:
         """Plan that came nearest to being applied; ``None`` if one is applied, or none was found."""
         return None if self.is_applied or self.offers_choice else decisive(self.dropped)
 

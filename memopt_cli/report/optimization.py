@@ -21,7 +21,7 @@ from memopt_cli.records import (
     BatchAdvice,
     BatchEstimate,
     Differs,
-    Dropped,
+    DroppedPlan,
     FingerprintCheck,
     LevelRow,
     Measurement,
@@ -612,7 +612,7 @@ def _of_one_size(summary: MemOptSummary) -> Iterator[str]:
         )
 
 
-def _smaller_too_slow(summary: MemOptSummary) -> Dropped | None:
+def _smaller_too_slow(summary: MemOptSummary) -> DroppedPlan | None:
     """Return the smallest plan that was too slow and needs clearly less memory than the applied one, or ``None``."""
     applied = _outcome(summary, summary.applied_level)
     if not summary.is_applied or not isinstance(applied, Measurement):

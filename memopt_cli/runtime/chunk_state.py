@@ -95,7 +95,7 @@ def _named_state(module: nn.Module) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Recorded:
+class _RecordedValue:
     """A value of the state at one moment."""
 
     tensor: weakref.ref[Tensor] | None
@@ -111,10 +111,10 @@ class _Recorded:
         return self.tensor is None and type(value) is type(self.number) and bool(value == self.number)
 
 
-def _record_value(value: Any) -> _Recorded:
+def _record_value(value: Any) -> _RecordedValue:
     if isinstance(value, Tensor):
-        return _Recorded(weakref.ref(value), version_of(value), None)
-    return _Recorded(None, 0, value)
+        return _RecordedValue(weakref.ref(value), version_of(value), None)
+    return _RecordedValue(None, 0, value)
 
 
 def _is_alike(before: Any, whole: Any, halves: Any) -> bool:

@@ -51,7 +51,7 @@ _MAX_INDEXED_SPAN = 2**20
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)  # not frozen: that takes three times as long to construct
-class Packed:
+class PackedTensor:
     """A stored tensor: the compressor's data, and the shape, strides and dtype to restore."""
 
     data: tuple[Tensor, ...]
@@ -64,11 +64,11 @@ class Packed:
     for an encoded tensor."""
     skeleton: Any = None
     """The return value of the user's compressor, with slots in place of the tensors; ``None`` for memopt's."""
-    parts: tuple[Packed, ...] = ()
+    parts: tuple[PackedTensor, ...] = ()
     """The stored parts of a concatenation (``data`` holds those that were copied); empty for other tensors."""
     dim: int = 0
     """The dimension along which the parts are concatenated."""
-    whole: Packed | None = None
+    whole: PackedTensor | None = None
     """The base of a view that is stored raw; ``None`` for an encoded tensor, or one that is not a view."""
 
     @property
@@ -87,19 +87,19 @@ class SpikeCompressor:
 
     name = ""
 
-    def compress(self, x: Tensor) -> Packed:
+    def compress(self, x: Tensor) -> PackedTensor:
         """Store ``x`` (any shape, dtype, strides, device) in as few bytes as the claim allows, else raw."""
         x = x.detach()
         data = self._encode(_in_storage_order(x)) if _is_encodable(x) else None
         if data is None or sum(t.nbytes for t in data) > x.nbytes:
             return store_raw(x)
-        return Packed(data, x.shape, x.stride(), x.dtype, None)
+        return PackedTensor(data, x.shape, x.stride(), x.dtype, None)
 
     def packed_bytes(self, x: Tensor) -> int:
         """Return the bytes that :meth:`compress` would hold for ``x``."""
         return self.compress(x).nbytes
 
-    def decompress(self, packed: Packed) -> Tensor:
+    def decompress(self, packed: PackedTensor) -> Tensor:
         """Return the tensor that was stored as ``packed``, bit for bit.
 
         Raises :class:`RuntimeError` if a raw tensor was modified in place in between.
@@ -126,7 +126,7 @@ class NullSpikeCompressor(SpikeCompressor):
 
     name = "null"
 
-    def compress(self, x: Tensor) -> Packed:
+    def compress(self, x: Tensor) -> PackedTensor:
         """Hold ``x`` itself."""
         return store_raw(x.detach())
 
@@ -295,7 +295,7 @@ class OwnCompressor(SpikeCompressor):
         """Whether ``decompress`` takes the shape; ``None`` until the first call, since a compiler cannot inspect its
         signature."""
 
-    def compress(self, x: Tensor) -> Packed:
+    def compress(self, x: Tensor) -> PackedTensor:
         """Store ``x`` by the compressor, restore it and compare; warn if it does not come back exactly."""
         packed, reason = self._try_compressor(x)
         if reason:
@@ -309,7 +309,7 @@ class OwnCompressor(SpikeCompressor):
         """Return why the compressor does not restore ``x`` bit for bit."""
         return self._try_compressor(x)[1]
 
-    def _try_compressor(self, x: Tensor) -> tuple[Packed, str]:
+    def _try_compressor(self, x: Tensor) -> tuple[PackedTensor, str]:
         """Return ``x`` stored, and why the compressor was not used: empty if it was, and always in a dry run."""
         x = x.detach()
         if not is_dense(x):
@@ -325,9 +325,9 @@ class OwnCompressor(SpikeCompressor):
         if reason:
             return store_raw(x), reason
         data, skeleton = split_tensors(payload)
-        return Packed(tuple(data), x.shape, x.stride(), x.dtype, None, skeleton), ""
+        return PackedTensor(tuple(data), x.shape, x.stride(), x.dtype, None, skeleton), ""
 
-    def decompress(self, packed: Packed) -> Tensor:
+    def decompress(self, packed: PackedTensor) -> Tensor:
         if packed.raw:
             return load_raw(packed)
         restored = self._restore(join_tensors(packed.data, packed.skeleton), packed.shape)
@@ -394,7 +394,7 @@ class PartsCompressor(SpikeCompressor):
 
     name = "parts"
 
-    def compress(self, x: Tensor) -> Packed:
+    def compress(self, x: Tensor) -> PackedTensor:
         """Return references to the stored parts of ``x`` and copies of the others; ``x`` if no part is stored."""
         concatenation = parts_of_concatenation(x) if is_ordinary(x) and _is_encodable(x) else None
         whole = None if concatenation is None else _find_stored(edge_of(x), x.detach())
@@ -411,9 +411,9 @@ class PartsCompressor(SpikeCompressor):
         copies = tuple(part.data[0] for part, reference in zip(stored, references, strict=True) if reference is None)
         # A part that is a concatenation along the same dimension is replaced by its parts (DenseNet).
         flat = tuple(p for part in stored for p in (part.parts if part.parts and part.dim == dim else (part,)))
-        return Packed(copies, x.shape, x.stride(), x.dtype, None, parts=flat, dim=dim)
+        return PackedTensor(copies, x.shape, x.stride(), x.dtype, None, parts=flat, dim=dim)
 
-    def decompress(self, packed: Packed) -> Tensor:
+    def decompress(self, packed: PackedTensor) -> Tensor:
         """Return the tensor that was stored as ``packed``.
 
         Raises :class:`RuntimeError` if it, or one of its parts, was modified in place in between.
@@ -426,7 +426,7 @@ class PartsCompressor(SpikeCompressor):
             return torch.cat(parts, dim=packed.dim, out=whole)
 
 
-def _load_part(packed: Packed) -> Tensor:
+def _load_part(packed: PackedTensor) -> Tensor:
     (x,) = packed.data
     if version_counter(x) != packed.version:
         raise RuntimeError(
@@ -437,20 +437,20 @@ def _load_part(packed: Packed) -> Tensor:
     return x
 
 
-def note_stored(x: Tensor, packed: Packed) -> None:
+def note_stored(x: Tensor, packed: PackedTensor) -> None:
     """Note that ``x`` is stored as ``packed``, so that a concatenation with it as a part can refer to it."""
     edge = edge_of(x) if is_ordinary(x) else None
     if edge is not None and (packed.raw or packed.parts):
         _stored.by_edge[edge] = packed
 
 
-class _Stored(threading.local):
+class _StoredTensors(threading.local):
     def __init__(self) -> None:
-        self.by_edge: MutableMapping[Edge, Packed] = WeakValueDictionary()
+        self.by_edge: MutableMapping[Edge, PackedTensor] = WeakValueDictionary()
         """Edge of autograd's graph -> the tensor stored in this thread; each thread numbers its own nodes."""
 
 
-_stored = _Stored()
+_stored = _StoredTensors()
 
 
 def _split_along(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Tensor]:
@@ -459,13 +459,13 @@ def _split_along(x: Tensor, dim: int, lengths: Sequence[int | None]) -> list[Ten
     return list(x.split([rest if n is None else n for n in lengths], dim)) if lengths.count(None) < 2 else []
 
 
-def _find_stored(edge: Edge | None, piece: Tensor) -> Packed | None:
+def _find_stored(edge: Edge | None, piece: Tensor) -> PackedTensor | None:
     """Return the stored tensor to which ``edge`` leads, if it has the bits of ``piece``; otherwise ``None``."""
     stored = None if edge is None else _stored.by_edge.get(edge)
     return stored if stored is not None and _has_bits(stored, piece) else None
 
 
-def _has_bits(stored: Packed, piece: Tensor) -> bool:
+def _has_bits(stored: PackedTensor, piece: Tensor) -> bool:
     if (stored.shape, stored.dtype) != (piece.shape, piece.dtype):
         return False
     if stored.parts:
@@ -544,13 +544,13 @@ def _fake_positions(flat: Tensor) -> tuple[Tensor, ...] | None:
     return (flat.new_empty(nbytes // 4, dtype=torch.int32),) if nbytes < flat.nbytes else None
 
 
-def store(compressor: SpikeCompressor, x: Tensor) -> Packed:
+def store(compressor: SpikeCompressor, x: Tensor) -> PackedTensor:
     """Return ``compressor.compress(x)``, whose new tensors are memopt's own."""
     with internal_tensors():
         return compressor.compress(x)
 
 
-def load(compressor: SpikeCompressor, packed: Packed) -> Tensor:
+def load(compressor: SpikeCompressor, packed: PackedTensor) -> Tensor:
     """Return ``compressor.decompress(packed)``, whose new tensors are memopt's own."""
     with internal_tensors():
         return compressor.decompress(packed)
@@ -689,12 +689,12 @@ def _in_storage_order(x: Tensor) -> Tensor:
     return x.as_strided((x.numel(),), (1,))
 
 
-def store_raw(x: Tensor) -> Packed:
+def store_raw(x: Tensor) -> PackedTensor:
     """Store the detached ``x`` unchanged."""
-    return Packed((x,), x.shape, x.stride() if x.layout is torch.strided else (), x.dtype, version_counter(x))
+    return PackedTensor((x,), x.shape, x.stride() if x.layout is torch.strided else (), x.dtype, version_counter(x))
 
 
-def load_raw(packed: Packed) -> Tensor:
+def load_raw(packed: PackedTensor) -> Tensor:
     """Return the input of a segment that is stored raw as ``packed``.
 
     Raises :class:`RuntimeError` if it was modified in place in between.

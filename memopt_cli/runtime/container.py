@@ -25,7 +25,7 @@ from memopt_cli.runtime.chunked import run_chunks
 from memopt_cli.runtime.compiled import Run, run_compiled, run_plainly_or, uncompiled
 from memopt_cli.runtime.compressor import COMPRESSORS, declared_compressor
 from memopt_cli.runtime.deferred import Deferring
-from memopt_cli.runtime.learned import Learned, ensure_learned
+from memopt_cli.runtime.learned import SegmentKnowledge, ensure_learned
 from memopt_cli.runtime.lengths import ConfigsByLength, LengthOf, config_of, length_refusal, segment_of, with_length_of
 from memopt_cli.runtime.lifted.module import LiftedModule
 from memopt_cli.runtime.module_state import LEARNED_KEY, SEGMENT_KEY, label_of
@@ -353,7 +353,7 @@ def _run(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], 
     for index, stage in enumerate(_check_stages(module)):
         arguments = output if isinstance(output, tuple) else (output,)
         if index not in learned or not learned[index].belongs_to(stage):
-            learned[index] = Learned(stage)
+            learned[index] = SegmentKnowledge(stage)
         parcel = parcel_to(config.place)
         inputs = PackedInputs(compressor, (), parcel)
         output = call_checkpointed(stage, stage, arguments, kwargs, inputs, config.keep, learned=learned[index])

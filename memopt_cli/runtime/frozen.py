@@ -42,7 +42,7 @@ _LOCKS: Final = (type(threading.Lock()), type(threading.RLock()), threading.Cond
 
 
 @dataclass(frozen=True, slots=True)
-class Frozen:
+class FrozenCopy:
     """A copy of an object at one moment."""
 
     data: bytes
@@ -57,12 +57,12 @@ class Frozen:
         return _Unpickler(self, tensor_for).load()
 
 
-def freeze(value: Any, keep: Callable[[Tensor], Any]) -> Frozen:
+def freeze(value: Any, keep: Callable[[Tensor], Any]) -> FrozenCopy:
     """Return a frozen copy of ``value``.  ``keep``: maps each tensor to the object that is held in its place."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, keep)
     pickler.dump(value)
-    return Frozen(buffer.getvalue(), pickler.shared, pickler.uncopyable_iterator)
+    return FrozenCopy(buffer.getvalue(), pickler.shared, pickler.uncopyable_iterator)
 
 
 def pickle_value(value: Any) -> bytes:
@@ -129,7 +129,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, frozen: Frozen, tensor_for: Callable[[Any], Any]) -> None:
+    def __init__(self, frozen: FrozenCopy, tensor_for: Callable[[Any], Any]) -> None:
         super().__init__(io.BytesIO(frozen.data))
         self._shared, self._tensor_for = frozen.shared, tensor_for
 

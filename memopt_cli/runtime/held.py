@@ -15,8 +15,8 @@ from typing import Any, Final
 from torch import Tensor
 
 from memopt_cli.runtime.copies import Copy, copy_values, is_unchanged, version_of
-from memopt_cli.runtime.frozen import Frozen, freeze, pickle_value
-from memopt_cli.runtime.learned import Known, Reading, Slot, find_changes, is_object, is_plain_state
+from memopt_cli.runtime.frozen import FrozenCopy, freeze, pickle_value
+from memopt_cli.runtime.learned import KnownState, Reading, Slot, find_changes, is_object, is_plain_state
 from memopt_cli.runtime.module_state import Complaint, leaves_in
 from memopt_cli.runtime.owners import Slots
 
@@ -72,7 +72,7 @@ class HeldSlots:
         arguments                    _OTHERS, in place of a slot     the same
     """
 
-    def __init__(self, known: Known, reading: Reading, others: Iterable[Any], *, is_watched: bool) -> None:
+    def __init__(self, known: KnownState, reading: Reading, others: Iterable[Any], *, is_watched: bool) -> None:
         """Hold the slots that change according to ``reading``, and ``others``, the arguments that are not tensors.
 
         ``is_watched``: copy whatever forward might change, and not only what earlier calls changed.
@@ -85,9 +85,9 @@ class HeldSlots:
         """Index of an owner -> its slots that change and hold no object; a tensor is held as a :class:`HeldTensor`."""
         self.object_slots: set[Slot] = set()
         """The slots that change and hold objects."""
-        self._objects: Frozen | None = None
+        self._objects: FrozenCopy | None = None
         """One pickle of the objects in :attr:`object_slots` and of the arguments; ``None`` if there are neither."""
-        self._contents: dict[Slot, Frozen] = {}
+        self._contents: dict[Slot, FrozenCopy] = {}
         """Slot -> a separate pickle of its object, to find out whether forward changes that object."""
         self.names: dict[int, list[Any]] = {}
         """Index of an owner in which something changes -> the names of all its slots, in their order."""
@@ -278,7 +278,7 @@ class HeldSlots:
         return current if restore_contents(current, value) else value
 
 
-def _numbers_in(frozen: Frozen) -> set[int]:
+def _numbers_in(frozen: FrozenCopy) -> set[int]:
     """Return the ``id`` of each tensor in ``frozen`` that is held."""
     return {record.number for record in frozen.shared.values() if isinstance(record, HeldTensor)}
 

@@ -42,7 +42,7 @@ assumed to be regular: a training loop that sets ``model.step = n`` does so befo
 _MAX_OWNERS: Final = 1000
 """Maximum number of owners that are looked at, outside of the modules."""
 Slot = tuple[int, Any]
-"""Index of an owner in :attr:`Known.owners`, and a name in it."""
+"""Index of an owner in :attr:`KnownState.owners`, and a name in it."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class Reading:
     """Index of such an owner -> its slots that change; in a watched forward, all slots."""
 
 
-class Known:
+class KnownState:
     """Everything that a call of some modules might change, and the part of it that was seen to change.
 
     ``owners``, ``changing`` and ``stable`` are parallel lists::
@@ -251,16 +251,16 @@ class Known:
         self._prepare_comparison()
 
 
-class Learned:
+class SegmentKnowledge:
     """The knowledge of one segment that its calls have shown."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
         """Start without knowledge.  ``module``: the segment; ``None`` if the knowledge serves one call only."""
         self._module = None if module is None else weakref.ref(module)
-        self.known: Known | None = None
+        self.known: KnownState | None = None
         """Everything that its calls might change; ``None`` if the first call has not ended yet."""
         self.schedule = WatchSchedule()
-        self.stages: dict[int, Learned] = {}
+        self.stages: dict[int, SegmentKnowledge] = {}
         """Index of a module that the segment is split into (``__spatial_split__``) -> the knowledge of it."""
         self.parameters: Parameters | None = None
         """The parameters in the latest call; ``None`` if that call was watched."""
@@ -279,19 +279,19 @@ class Learned:
         self.is_differentiated_in_forward = False
         """Whether an enclosing segment differentiates this one in its own forward, and so again when it recomputes."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Learned:
-        return Learned()  # a copy of the module is another module
+    def __deepcopy__(self, memo: dict[int, Any]) -> SegmentKnowledge:
+        return SegmentKnowledge()  # a copy of the module is another module
 
     def belongs_to(self, module: nn.Module) -> bool:
         """Return whether this was learned from calls of ``module``: a copied module has the original's at first."""
         return self._module is not None and self._module() is module
 
 
-def ensure_learned(module: nn.Module) -> Learned:
+def ensure_learned(module: nn.Module) -> SegmentKnowledge:
     """Return the knowledge of the segment ``module``, which is kept on the module itself."""
-    learned: Learned | None = vars(module).get(LEARNED_KEY)
+    learned: SegmentKnowledge | None = vars(module).get(LEARNED_KEY)
     if learned is None or not learned.belongs_to(module):
-        learned = Learned(module)
+        learned = SegmentKnowledge(module)
         if isinstance(module, Installed):
             vars(module)[LEARNED_KEY] = learned
     return learned

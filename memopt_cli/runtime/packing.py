@@ -23,7 +23,7 @@ from memopt_cli.runtime.compressor import (
     FLOATS,
     WIDE_INTEGERS,
     IndexCompressor,
-    Packed,
+    PackedTensor,
     SpikeCompressor,
     internal_tensors,
     is_dense,
@@ -139,12 +139,12 @@ class _PackedRegion:
 
     __slots__ = ("__weakref__", "compressor", "packed")
 
-    def __init__(self, compressor: SpikeCompressor, packed: Packed | PackedAway) -> None:
+    def __init__(self, compressor: SpikeCompressor, packed: PackedTensor | PackedAway) -> None:
         self.compressor = compressor
         self.packed = packed
 
 
-class _Unpacked:
+class _RawTensor:
     """A tensor that stays raw on the device, with its version: PyTorch does not check versions where hooks are set."""
 
     __slots__ = ("_tensor", "_version")
@@ -216,15 +216,15 @@ class PackedSaves:
         if self._late:
             self._pack_late(next_node())
         if not has_memory(tensor):
-            return _Unpacked(tensor)
+            return _RawTensor(tensor)
         is_large = tensor.nbytes >= _MIN_PACKED_BYTES
         # A small view is not passed over: it may keep alive all of the large tensor that it is a view of.
         if (not is_large and base_of(tensor) is None) or self._is_untouched(memory_of(tensor)):
-            return _Unpacked(tensor)
+            return _RawTensor(tensor)
         if self._parcels is not None:
             # The parameters that FSDP gathers for forward are not the module's, so they are not in ``_untouched``.
             if isinstance(tensor, nn.Parameter) or isinstance(base_of(tensor), nn.Parameter):
-                return _Unpacked(tensor)
+                return _RawTensor(tensor)
             self._parcels.note_save()
         saved = self._packed_before(tensor) if is_large and self._packs else None
         if saved is not None and isinstance(saved.packed, PackedAway):
@@ -245,10 +245,10 @@ class PackedSaves:
         tensor = None if reference is None else reference()
         return tensor is not None and memory_of(tensor) == memory
 
-    def _send_packed(self, packed: Packed) -> Packed | PackedAway:
+    def _send_packed(self, packed: PackedTensor) -> PackedTensor | PackedAway:
         return packed if self._parcels is None else self._parcels.take(packed)
 
-    def _store_raw(self, tensor: Tensor) -> Packed | PackedAway:
+    def _store_raw(self, tensor: Tensor) -> PackedTensor | PackedAway:
         """Return ``tensor`` stored raw, with its version, which :meth:`unpack` checks.
 
         A view holds the memory of its whole base.  So the base need not be packed any more, and concatenations can
@@ -262,7 +262,7 @@ class PackedSaves:
             raw = store_raw(whole.detach())
             note_stored(whole, raw)
             saved = self._packed_before(whole)
-            if saved is not None and isinstance(saved.packed, Packed) and saved.packed.parts:
+            if saved is not None and isinstance(saved.packed, PackedTensor) and saved.packed.parts:
                 saved.packed = raw
             stored = replace(stored, whole=raw)
         note_stored(tensor, stored)
@@ -287,11 +287,11 @@ class PackedSaves:
     @not_compiled
     def unpack(self, stored: Any) -> Tensor:
         """Return the tensor for which :meth:`pack` returned ``stored``."""
-        if isinstance(stored, _Unpacked):
+        if isinstance(stored, _RawTensor):
             return stored.get()
         if isinstance(stored, _Late):
             stored = stored.stored
-        if isinstance(stored, Packed | PackedAway):
+        if isinstance(stored, PackedTensor | PackedAway):
             raw = fetch(stored)
             return _require_unmodified(raw.data[0], raw.version)
         saved, shape, stride = stored

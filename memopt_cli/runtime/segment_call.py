@@ -24,7 +24,7 @@ from memopt_cli.runtime.compressor import (
     COMPRESSORS,
     OWN_COMPRESSOR,
     OwnCompressor,
-    Packed,
+    PackedTensor,
     SpikeCompressor,
     internal_tensors,
     load,
@@ -32,7 +32,7 @@ from memopt_cli.runtime.compressor import (
     store,
 )
 from memopt_cli.runtime.copies import copy_values, restored_tensors
-from memopt_cli.runtime.learned import Learned, ensure_learned
+from memopt_cli.runtime.learned import SegmentKnowledge, ensure_learned
 from memopt_cli.runtime.lengths import config_of
 from memopt_cli.runtime.module_state import find_matrices, label_of, uninitialized
 from memopt_cli.runtime.places.schedule import Parcel
@@ -67,7 +67,7 @@ def call_checkpointed(
     inputs: PackedInputs,
     keep: tuple[str, ...],
     starts: ChunkStarts | None = None,
-    learned: Learned | None = None,
+    learned: SegmentKnowledge | None = None,
 ) -> Any:
     """Call ``forward(*args, **kwargs)``, storing only its inputs and the outputs of the operators in ``keep``.
 
@@ -152,7 +152,7 @@ def _call_back(segment: nn.Module, *, is_in_checkpoint: bool) -> None:
         callback(is_in_checkpoint)
 
 
-def _can_run_again(module: nn.Module, tensors: Sequence[Tensor], learned: Learned) -> bool:
+def _can_run_again(module: nn.Module, tensors: Sequence[Tensor], learned: SegmentKnowledge) -> bool:
     for tensor in tensors:
         if tensor.is_nested and tensor.layout is torch.strided:
             run_plainly(module, "is given a nested tensor of the strided layout")
@@ -170,7 +170,7 @@ def _can_run_again(module: nn.Module, tensors: Sequence[Tensor], learned: Learne
 
 
 def _within_recomputation(
-    module: nn.Module, first: Callable[[], Any], tensors: Sequence[Tensor], outer: Any, learned: Learned
+    module: nn.Module, first: Callable[[], Any], tensors: Sequence[Tensor], outer: Any, learned: SegmentKnowledge
 ) -> Any:
     """Run ``module`` inside the recomputation of ``outer``, which holds its inputs and matrices as in forward."""
     for tensor in _clone_inputs(tensors) if learned.overwrites_input else tensors:
@@ -181,7 +181,7 @@ def _within_recomputation(
         return first()
 
 
-def _make_leaves(tensors: Sequence[Tensor], gradient_flags: Sequence[bool], learned: Learned) -> list[Tensor]:
+def _make_leaves(tensors: Sequence[Tensor], gradient_flags: Sequence[bool], learned: SegmentKnowledge) -> list[Tensor]:
     """Return ``tensors`` detached, or copies if forward writes over them: autograd forbids in-place writes to leaves.
 
     ``gradient_flags``: whether each tensor needs a gradient.
@@ -307,6 +307,6 @@ class PackedInputs:
     def tensors(self) -> list[Tensor]:
         """Return the tensors that were stored."""
         return [
-            s if isinstance(s, Tensor) else load(self._compressor, s if isinstance(s, Packed) else s.get())
+            s if isinstance(s, Tensor) else load(self._compressor, s if isinstance(s, PackedTensor) else s.get())
             for s in self._stored
         ]

@@ -2,20 +2,20 @@
 
 The mechanism is the same as in PyTorch's non-reentrant checkpoint, hooks on the tensors that autograd saves::
 
-    forward     autograd saves 5 tensors    each is held by a _Saved until forward has ended, and then dropped
+    forward     autograd saves 5 tensors    each is held by a _SavedTensor until forward has ended, and then dropped
     backward    a node asks for the 4th     forward runs again; the tensors that autograd saves now are put into the
-                                            five _Saved, and after the fifth an exception ends the run, for it is done
+                                            five _SavedTensors, and an exception ends the run after the fifth
 
 The tensors are held until forward has ended, because only then is it known whether forward can be recomputed.  This
 does not raise the peak of a step: all of them exist together once more when forward runs for the second time.  If a
-node of autograd is freed before backward, its _Saved is freed with it, and the recomputation skips it.
+node of autograd is freed before backward, its _SavedTensor is freed with it, and the recomputation skips it.
 
 If a segment is called inside another, the outer segment saves the inner segment's inputs as it saves any tensor, so
 that its recomputation includes them.  Inside the recomputation of another segment, a segment drops the tensors that it
 saves: backward never asks for them, unless the outer segment's forward computes gradients itself.
 
-References point from autograd's nodes to :class:`_Saved`, from there to :class:`SegmentRun`, and from there to inputs
-and state without the graphs that made them.  So a call is freed together with its graph.
+References point from autograd's nodes to :class:`_SavedTensor`, from there to :class:`SegmentRun`, and from there to
+inputs and state without the graphs that made them.  So a call is freed together with its graph.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from memopt_cli.runtime.copies import version_of
 from memopt_cli.runtime.graph import reachable_nodes
 from memopt_cli.runtime.in_backward import updates_in_backward
-from memopt_cli.runtime.learned import Learned
+from memopt_cli.runtime.learned import SegmentKnowledge
 from memopt_cli.runtime.lengths import current_length
 from memopt_cli.runtime.module_state import Complaint, label_of
 from memopt_cli.runtime.private_torch import (
@@ -79,7 +79,7 @@ class _StopRecomputation(Exception):
     """
 
 
-class _Saved:
+class _SavedTensor:
     """A tensor that autograd saved in a segment; :func:`_make_saved` makes these.
 
     A call saves many, so rarely set values are the class's, and there is no ``__init__``, which would take twice as
@@ -100,8 +100,8 @@ class _Saved:
     """Reason why backward cannot use the tensor, for example that forward wrote to it later."""
 
 
-def _make_saved(run: SegmentRun | None, tensor: Tensor) -> _Saved:
-    saved = _Saved()
+def _make_saved(run: SegmentRun | None, tensor: Tensor) -> _SavedTensor:
+    saved = _SavedTensor()
     saved.run = run
     # Without its ``grad_fn``, which may be the very node that saves the tensor: that would be a cycle.
     saved.tensor = tensor if tensor.is_leaf else tensor.detach()
@@ -118,7 +118,7 @@ class SegmentRun:
     def __init__(
         self,
         module: nn.Module,
-        learned: Learned,
+        learned: SegmentKnowledge,
         start: StartingState,
         repeat: Repeat,
         kept: KeptOutputs | NothingKept,
@@ -139,7 +139,7 @@ class SegmentRun:
         outermost = outermost_segment() or module
         self._locked = (module,) if outermost is module else (outermost, module)
         """The segments whose locks a recomputation takes."""
-        self._refs: list[ref[_Saved]] = []
+        self._refs: list[ref[_SavedTensor]] = []
         """Weak references to the saved tensors, in order: dead once autograd has freed the node."""
         self._shapes: list[torch.Size | None] = []
         """The shapes of the saved tensors, once they are dropped; ``None`` if autograd had freed the node before."""
@@ -160,7 +160,7 @@ class SegmentRun:
         """Whether copies of the inputs are stored, since forward may write over the inputs."""
         self.gathers = False
         """Whether the call is one chunk of several that share batch statistics."""
-        self.saved_inputs: list[_Saved] = []
+        self.saved_inputs: list[_SavedTensor] = []
         """The tensors among the arguments that an enclosing segment saves."""
         self.inputs: Callable[[], list[Tensor]] = list
         """A function that returns the tensors among the arguments."""
@@ -215,7 +215,7 @@ class SegmentRun:
         return output
 
     @not_compiled  # autograd calls this, even from parts of the model that ``torch.compile`` compiles
-    def _hold(self, tensor: Tensor) -> _Saved:
+    def _hold(self, tensor: Tensor) -> _SavedTensor:
         if self._keeps:
             self._kept.note_save()
         saved = _make_saved(self, tensor)
@@ -223,12 +223,12 @@ class SegmentRun:
         return saved
 
     @not_compiled
-    def _hold_watched(self, tensor: Tensor) -> _Saved:
+    def _hold_watched(self, tensor: Tensor) -> _SavedTensor:
         assert self._watch is not None
         self._watch.note_saved(tensor)
         return self._hold(tensor)
 
-    def hold_input(self, tensor: Tensor) -> _Saved:
+    def hold_input(self, tensor: Tensor) -> _SavedTensor:
         """Save ``tensor``, an input of a segment inside this one."""
         saved = (self._hold if self._watch is None else self._hold_watched)(tensor)
         saved.is_input = True
@@ -315,7 +315,7 @@ class SegmentRun:
             self.repeat()
 
     def repeat(self) -> None:
-        """Recompute forward from its starting state, and put the recomputed tensors into the :class:`_Saved`.
+        """Recompute forward from its starting state, and put the recomputed tensors into the :class:`_SavedTensor`.
 
         Its inputs are detached from the graph that made them: hooks that forward sets on an input, or that others have
         set there, act in the first run only.
@@ -340,14 +340,14 @@ class SegmentRun:
 
 
 class _Repetition:
-    """Hooks for a recomputed forward, which put its saved tensors into the :class:`_Saved` of the first run."""
+    """Hooks for a recomputed forward, which put its saved tensors into the :class:`_SavedTensor` of the first run."""
 
     is_of_segment, is_recomputation = True, True  # see SegmentRun
 
     def __init__(
         self,
         module: nn.Module,
-        refs: Sequence[ref[_Saved]],
+        refs: Sequence[ref[_SavedTensor]],
         shapes: Sequence[torch.Size | None],
         samples: Mapping[int, list[Any]],
         compared_index: int | None,
@@ -374,7 +374,7 @@ class _Repetition:
 
     @not_compiled
     def pack(self, tensor: Tensor) -> Tensor:
-        """Put ``tensor`` into the next :class:`_Saved`; end the run after the last."""
+        """Put ``tensor`` into the next :class:`_SavedTensor`; end the run after the last."""
         leaf = tensor if tensor.is_leaf else tensor.detach()
         index, refs = self._count, self._refs
         self._count = index + 1
@@ -457,7 +457,7 @@ class _Watch:
             self.last = range(self.last.stop, following)
         self._notes.append((self.last, sample(tensor)))
 
-    def samples(self, saved: Sequence[ref[_Saved]], noise: Set[int]) -> dict[int, list[Any]]:
+    def samples(self, saved: Sequence[ref[_SavedTensor]], noise: Set[int]) -> dict[int, list[Any]]:
         """Return a few elements of each saved tensor by its index, except of those that were written later.
 
         ``noise``: numbers of the nodes that fill a tensor after they have saved it.
@@ -480,7 +480,7 @@ class UnusedSaves:
     def __init__(self, *, drops: bool) -> None:
         """Prepare one call.  ``drops``: drop the tensors when the call ends; otherwise they go with their graph."""
         self._drops = drops
-        self._refs: list[ref[_Saved]] = []
+        self._refs: list[ref[_SavedTensor]] = []
 
     @contextlib.contextmanager
     def hooks(self) -> Iterator[None]:
@@ -494,7 +494,7 @@ class UnusedSaves:
                     saved.tensor = None
 
     @not_compiled
-    def hold(self, tensor: Tensor) -> _Saved:
+    def hold(self, tensor: Tensor) -> _SavedTensor:
         saved = _make_saved(None, tensor)
         self._refs.append(ref(saved))
         return saved
@@ -519,7 +519,7 @@ def _overwritten_message(tensor: Tensor, version: int) -> str:
 
 
 @not_compiled
-def unpack_saved(saved: _Saved) -> Tensor:
+def unpack_saved(saved: _SavedTensor) -> Tensor:
     """Return the tensor that ``saved`` holds for autograd; recompute forward if it was dropped."""
     run = saved.run
     if run is None or run.is_running:

@@ -43,7 +43,7 @@ from memopt_cli.runtime.compressor import internal_tensors
 from memopt_cli.runtime.copies import Copy, restored_tensors, version_of
 from memopt_cli.runtime.generators import Generators
 from memopt_cli.runtime.held import HeldSlots, HeldTensor, restore_contents
-from memopt_cli.runtime.learned import Known, Learned, Reading, Slot, is_object
+from memopt_cli.runtime.learned import KnownState, Reading, SegmentKnowledge, Slot, is_object
 from memopt_cli.runtime.module_state import Complaint, find_matrices, label_of, restored
 from memopt_cli.runtime.owners import Slots, is_same
 from memopt_cli.runtime.parameters import Parameters
@@ -69,7 +69,7 @@ class StartingState:
         module: nn.Module,
         inputs: Sequence[Tensor] = (),
         others: Sequence[Any] = (),
-        learned: Learned | None = None,
+        learned: SegmentKnowledge | None = None,
         *,
         watches: bool = True,
     ) -> None:
@@ -79,12 +79,12 @@ class StartingState:
         knowledge from earlier calls.  ``watches``: compare all state that forward might change, despite that knowledge.
         """
         self._module = module
-        self._learned = learned = Learned() if learned is None else learned
+        self._learned = learned = SegmentKnowledge() if learned is None else learned
         known = learned.known
         reading = None if watches or known is None else known.read(others, learned.exchanged)
         self.is_watched = reading is None
         if known is None or reading is None:
-            known = Known([*module.modules()], others)
+            known = KnownState([*module.modules()], others)
             reading = known.read_all()
         self._known = known
         self._stable = reading.stable

@@ -17,7 +17,7 @@ from torch import nn
 from memopt_cli.records import OpTrace, PlaceName, StepTrace, ancestry
 from memopt_cli.runtime import SegmentConfig, install_segment
 from memopt_cli.runtime.compressor import COMPRESSORS, makes_internal_tensors
-from memopt_cli.runtime.places.interface import Place, Sent
+from memopt_cli.runtime.places.interface import Place, SentBytes
 from memopt_cli.runtime.places.schedule import place_named
 from memopt_cli.runtime.private_torch import TorchDispatchMode
 from memopt_cli.runtime.state import StartingState
@@ -178,7 +178,7 @@ def _measure_rates(target: Place, device: str) -> tuple[float, float, float]:
         if copy is None:
             return 0.0, 0.0, 0.0
 
-        def fetch(copy: Sent = copy) -> None:
+        def fetch(copy: SentBytes = copy) -> None:
             copy.fetch(tensor)
             copy.wait_until_fetched()
 

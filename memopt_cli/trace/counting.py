@@ -9,7 +9,7 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from memopt_cli.records import Counted, ModuleShare, StepTrace, StorageTrace, break_down
+from memopt_cli.records import ModuleShare, StepPeaks, StepTrace, StorageTrace, break_down
 from memopt_cli.runtime.places.interface import counted_elsewhere
 from memopt_cli.runtime.stand_ins import StandIns
 from memopt_cli.trace.log import Compressors, StorageLog, active, module_stack, packed_as, resident_bytes, run_step
@@ -30,7 +30,7 @@ def count_step(
     compressors: Compressors | None = None,
     allocated: AllocatedPeak | None = None,
     stand_ins: StandIns | None = None,
-) -> Counted:
+) -> StepPeaks:
     """Run one ``step`` under the counter of storages, and remove its gradients.
 
     ``compressors`` pack tensors without data.  ``allocated`` computes the allocated peak of another device.  With
@@ -49,7 +49,7 @@ def count_step(
     step.model.zero_grad(set_to_none=True)
     outlive_an_operator = (s for s in log.storages.made if s.nbytes and (s.died is None or s.died >= s.born))
     lives = [(s.nbytes, s.born - 1, s.died) for s in outlive_an_operator]  # ``born`` counts from 1, operators from 0
-    return Counted(
+    return StepPeaks(
         tensor_peak_bytes=log.peaks.tensor_bytes,
         allocated_peak_bytes=allocated(lives) if allocated else log.peaks.allocated_bytes,
         resident_bytes=resident,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import MemoptError
-from memopt_cli.records import Counted, StepSettings, StepTrace
+from memopt_cli.records import StepPeaks, StepSettings, StepTrace
 from memopt_cli.runtime.private_torch import (
     FakeCopyMode,
     FakeTensorMode,
@@ -146,7 +146,7 @@ class FakeStep:
         workspaces: Workspaces | None = None,
         compressors: Compressors | None = None,
         allocated: AllocatedPeak | None = None,
-    ) -> Counted:
+    ) -> StepPeaks:
         """Count the step like :func:`~memopt_cli.trace.count_step`, where of many equal chunks only a few run."""
         # An allocator's peak depends on every single tensor, so all chunks run for that.
         stand_ins = self._stand_ins if allocated is None else None

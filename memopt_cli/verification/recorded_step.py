@@ -82,7 +82,7 @@ def verify_step(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Compared:
+class _ComparedStep:
     """The recorded step, and the tensor that differs most in it under the plan."""
 
     recorded: RecordedStep
@@ -99,7 +99,7 @@ class _Compared:
 
 def _compare(
     step: TrainingStep, install: Transform, remove: Transform, *, batch: int, original_step_s: float, chunked: bool
-) -> _Compared:
+) -> _ComparedStep:
     """Return the difference of ``step`` with the plan and without it, which is taken twice if not ``chunked``."""
     start = StartingState(step.model)
     try:
@@ -134,7 +134,7 @@ def _compare(
         tolerance=TOLERANCE if chunked else noise,
     )
     exact = not chunked and noise == 0.0
-    return _Compared(recorded=recorded, worst=difference(reference, optimized), exact=exact, whole=whole)
+    return _ComparedStep(recorded=recorded, worst=difference(reference, optimized), exact=exact, whole=whole)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import memopt_cli
 from memopt_cli import ranks
 from memopt_cli.api.arguments import check_budget, check_inputs_argument, check_lengths, check_names
-from memopt_cli.api.shown import Optimized
+from memopt_cli.api.shown import OptimizationReport
 from memopt_cli.cli.options import StepOptions
 from memopt_cli.errors import OptionError, UsageError
 from memopt_cli.pipeline.terms import SETTING_FLAGS, step_terms
@@ -158,8 +158,8 @@ def test_a_range_is_for_optimize_alone() -> None:
         ({"longest_step": math.nan}, "longest_step is nan"),
         ({"plan": 3}, "plan is 3"),
         (
-            {"plan": Optimized(result=None)},
-            "plan is an Optimized\nGive a memopt_cli.Plan, such as the .plan of a result",
+            {"plan": OptimizationReport(result=None)},
+            "plan is an OptimizationReport\nGive a memopt_cli.Plan, such as the .plan of a result",
         ),
         ({"inputs": (X, 0.5)}, "an input is a float"),
     ],

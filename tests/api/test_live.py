@@ -26,7 +26,7 @@ from memopt_cli.measure.jobs import CountJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.plans.proof import Prover
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.records import Measurement, Plan, TimedOut, from_data
 from memopt_cli.search.batch_size.batch_search import BatchSearch
 from memopt_cli.training.apply import apply_plan
@@ -386,10 +386,10 @@ def test_a_subprocess_has_the_time_that_is_given(
     if name == "check":
         memopt_cli.baseline(made(), x)
 
-    def late(prepared: Prepared, data: str = "") -> Any:
+    def late(prepared: PreparedModel, data: str = "") -> Any:
         raise_failure(TimedOut(limit_s=prepared.timeout_s))
 
-    monkeypatch.setattr(Prepared, "session", late)
+    monkeypatch.setattr(PreparedModel, "session", late)
     call = getattr(memopt_cli, name)
     with pytest.raises(MeasurementError) as error:
         call(made_step if name == "optimize_step" else made(), (x,), timeout=7)

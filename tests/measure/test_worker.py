@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memopt_cli.errors import LossError, PlanError, StepError, UsageError
 from memopt_cli.loading import bounds
 from memopt_cli.measure import replies, sandbox, wire
-from memopt_cli.measure.allocated import Allocated, MarkedStep, measure_allocated
+from memopt_cli.measure.allocated import MarkedStep, StepAllocations, measure_allocated
 from memopt_cli.measure.answers import timed, without_data
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.without_data import StepTooLargeError, may_run_in_full
@@ -322,7 +322,7 @@ def test_one_step_of_a_few_samples_tells_contents_and_how_workspaces_grow(
 ) -> None:
     batches: list[int] = []
 
-    def watched(take: MarkedStep, device: str, held_bytes: int) -> Allocated:
+    def watched(take: MarkedStep, device: str, held_bytes: int) -> StepAllocations:
         handle = one.bench.model.register_forward_pre_hook(lambda _, args: batches.append(len(args[0])))
         try:
             return measure_allocated(take, device, held_bytes)

@@ -35,7 +35,7 @@ from memopt_cli.model_batching.routes.fused import FusedRoute
 from memopt_cli.model_batching.routes.interface import RouteName
 from memopt_cli.model_batching.routes.vmap import VmapRoute
 from memopt_cli.pipeline.plans.application import apply
-from memopt_cli.pipeline.prepare import LoadRequest, Prepared, file_header, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, PreparedModel, file_header, prepare
 from memopt_cli.records import ApplyRequest, ModelSource, Plan, SegmentPlan, StepSettings, Trust
 from memopt_cli.records.plan_file import plan_yaml
 from memopt_cli.records.progress import Progress
@@ -762,7 +762,7 @@ def load_request(source: ModelSource) -> LoadRequest:
     return LoadRequest(source=source, spec=None, settings=StepSettings(device="cpu"), timeout_s=300)
 
 
-def prepare_small(folder: Path) -> Prepared:
+def prepare_small(folder: Path) -> PreparedModel:
     torch.save(small(), folder / "one.pt")
     source = ModelSource(location=str(folder / "one.pt"))
     return prepare(load_request(source), progress=Progress(), ask=None)

@@ -30,7 +30,7 @@ from memopt_cli.measure.jobs import ORIGINAL, FollowJob
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.pipeline.equivalence import compare_prepared, verify
 from memopt_cli.pipeline.fingerprints import causes
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.records import (
     Equivalence,
     EquivalenceRequest,
@@ -100,7 +100,7 @@ def pair(make: Callable[[], nn.Module], around: Callable[..., Any] = checked) ->
     return [lambda: Net(make(), make()), lambda: Net(make(), make(), around=around)]
 
 
-def prepared(make: Callable[[], nn.Module], carried: Plan = ORIGINAL, **settings: Any) -> Prepared:
+def prepared(make: Callable[[], nn.Module], carried: Plan = ORIGINAL, **settings: Any) -> PreparedModel:
     spec = InputSpec(tensors=(TensorSpec(shape=("B", 6)),), dims={"B": ROWS}, source="here")
     return prepare_here(make, spec, ROWS, carried, **settings)
 

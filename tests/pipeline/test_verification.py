@@ -18,7 +18,7 @@ from memopt_cli.measure.worker import Worker
 from memopt_cli.pipeline import verification
 from memopt_cli.pipeline.fingerprints.causes import DRAWS_COMPILED
 from memopt_cli.pipeline.fingerprints.steps import compare_fingerprints
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.pipeline.verification import (
     MeasuredSteps,
     check_fingerprints,
@@ -70,23 +70,23 @@ CHUNKED = Plan(segments=(SegmentPlan(path="body"), SegmentPlan(path="norm"), Seg
 SIZES = {"B": 64, "T": 20}
 
 
-def prepared(model: Callable[[], nn.Module] = Net, **settings: Any) -> Prepared:
+def prepared(model: Callable[[], nn.Module] = Net, **settings: Any) -> PreparedModel:
     spec = InputSpec(tensors=(TensorSpec(shape=("B", "T", 6)),), dims=SIZES, source="here")
     return prepare_here(model, spec, SIZES["B"], **settings)
 
 
-def measured(one: Prepared, plan: Plan) -> tuple[Measurement, Fingerprint]:
+def measured(one: PreparedModel, plan: Plan) -> tuple[Measurement, Fingerprint]:
     with one.session() as session:
         found = session.ask(MeasureJob(plan=plan))
     assert isinstance(found, MeasureAnswer), found
     return found.measurement, found.fingerprint
 
 
-def steps_of(one: Prepared, plan: Plan, step_s: float = 1.0) -> MeasuredSteps:
+def steps_of(one: PreparedModel, plan: Plan, step_s: float = 1.0) -> MeasuredSteps:
     return MeasuredSteps(original=measured(one, ORIGINAL)[1], planned=measured(one, plan)[1], original_s=step_s)
 
 
-def proven(one: Prepared, plan: Plan, steps: MeasuredSteps) -> Verification:
+def proven(one: PreparedModel, plan: Plan, steps: MeasuredSteps) -> Verification:
     found = verify_by_fingerprints(one, plan, steps)
     assert isinstance(found, Verification), found
     return found

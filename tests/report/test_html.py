@@ -20,7 +20,7 @@ from memopt_cli.records import (
     BatchProbe,
     Crashed,
     Differs,
-    Dropped,
+    DroppedPlan,
     FastestTraining,
     FingerprintCheck,
     InputDimension,
@@ -499,11 +499,11 @@ def test_the_pairs_of_a_search() -> None:
     assert "A note." in text
 
 
-def a_dropped_plan() -> Dropped:
+def a_dropped_plan() -> DroppedPlan:
     verification = a_result().summary.verification
     assert verification is not None
     failed = replace(verification, passed=False, worst_name="fc.weight", worst_difference=0.5)
-    return Dropped(plan=PLAN, peak_bytes=95 * MIB, original_bytes=None, why=Differs(verification=failed))
+    return DroppedPlan(plan=PLAN, peak_bytes=95 * MIB, original_bytes=None, why=Differs(verification=failed))
 
 
 def test_a_faster_pair_that_fails_verification_is_said() -> None:

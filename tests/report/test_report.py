@@ -17,7 +17,7 @@ from memopt_cli.records import (
     CompiledRow,
     CompilePlan,
     Differs,
-    Dropped,
+    DroppedPlan,
     FingerprintCheck,
     FurtherCheck,
     InputSpec,
@@ -388,7 +388,7 @@ def test_a_smaller_plan_that_only_the_limit_rules_out_is_named_with_the_flag_tha
     within = "no plan that was found lowers the peak of 617.9 MiB in at most 1.33 times the step"
     assert first == f"{within}: the model stays as it is. {slower}"
     reason = SavesTooLittle(saved=0.004, slowdown=1.14)
-    summary.dropped = [Dropped(plan=DROPPED_PLAN, peak_bytes=147, original_bytes=200, why=reason)]
+    summary.dropped = [DroppedPlan(plan=DROPPED_PLAN, peak_bytes=147, original_bytes=200, why=reason)]
     assert summary.unchanged.endswith(f"{reason.remedy} {slower}".replace("--max-slowdown 1.7", "`--max-slowdown 1.7`"))
     summary.options = {"max_slowdown": 1.7}  # it is within the limit, yet was not chosen: nothing is promised of it
     assert "61.5 MiB" not in summary.unchanged
@@ -816,8 +816,8 @@ REASONS: list[tuple[Reason, str]] = [
 ]
 
 
-def dropped_for(why: Reason) -> Dropped:
-    return Dropped(plan=DROPPED_PLAN, peak_bytes=147 * MIB, original_bytes=200 * MIB, why=why)
+def dropped_for(why: Reason) -> DroppedPlan:
+    return DroppedPlan(plan=DROPPED_PLAN, peak_bytes=147 * MIB, original_bytes=200 * MIB, why=why)
 
 
 @pytest.mark.parametrize(("why", "said"), REASONS)
@@ -854,7 +854,7 @@ def test_a_smaller_plan_that_was_too_slow_is_named(summary: MemOptSummary, monke
     monkeypatch.setattr("memopt_cli.report.lines.BUSY", 0.2)
     why = TooSlow(slowdown=8.49, most=1.33, waited=0.86)
     smallest, smaller, larger = (
-        Dropped(plan=Plan(segments=SEGMENTS), peak_bytes=mib * MIB, original_bytes=618 * MIB, why=why)
+        DroppedPlan(plan=Plan(segments=SEGMENTS), peak_bytes=mib * MIB, original_bytes=618 * MIB, why=why)
         for mib in (150, 200, 300)
     )
     said = "A plan of 150.0 MiB is not applied: its step takes 8.49 times as long, and 1.33 is the limit."
@@ -878,7 +878,7 @@ def test_a_summary_in_a_shell_is_one_line(summary: MemOptSummary) -> None:
 
 def test_an_optimizer_that_cannot_run_in_backward_is_no_plan_that_was_found(summary: MemOptSummary) -> None:
     why = NotRun(failure=StepFailed(message="it looks at all gradients"))
-    dropped = Dropped(plan=Plan(in_backward=True), peak_bytes=None, original_bytes=None, why=why)
+    dropped = DroppedPlan(plan=Plan(in_backward=True), peak_bytes=None, original_bytes=None, why=why)
     lines = shown(DETAILED, result(replace(summary, plan=Plan(), applied_level=0, dropped=[dropped]))).splitlines()
     assert lines[0] == "no plan that was found lowers the peak of 617.9 MiB, however slow: the model stays as it is"
     assert any(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from memopt_cli.runtime.compressor import COMPRESSORS, Packed
+from memopt_cli.runtime.compressor import COMPRESSORS, PackedTensor
 from memopt_cli.trace import StorageLog
 
 NAMES = list(COMPRESSORS)
@@ -30,7 +30,7 @@ def octets(x: Tensor) -> list[int]:
     return flat.view(torch.uint8).tolist() if x.numel() else []
 
 
-def round_trip(name: str, x: Tensor) -> Packed:
+def round_trip(name: str, x: Tensor) -> PackedTensor:
     """Check that the compressor ``name`` gives back ``x`` to the bit, as every compressor must for every tensor."""
     before = octets(x)
     packed = COMPRESSORS[name].compress(x)

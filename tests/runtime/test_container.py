@@ -31,7 +31,7 @@ from memopt_cli.runtime import (
     segment_of,
 )
 from memopt_cli.runtime.chunk_rows import rows_untried
-from memopt_cli.runtime.compressor import Packed, SpikeCompressor
+from memopt_cli.runtime.compressor import PackedTensor, SpikeCompressor
 from memopt_cli.runtime.script import ScriptLeaf
 from memopt_cli.trace import StorageLog
 from tests.zoo.models import Before, Parts, mlp
@@ -404,7 +404,7 @@ def test_the_state_between_chunks_is_not_packed(monkeypatch: pytest.MonkeyPatch)
     """The compressor is the one that suits the inputs; a dry run would take for granted that it suits the state."""
     stored: list[tuple[str, tuple[int, ...]]] = []
 
-    def store(compressor: SpikeCompressor, x: Tensor) -> Packed:
+    def store(compressor: SpikeCompressor, x: Tensor) -> PackedTensor:
         if x.numel():  # PyTorch 2.8's checkpoint saves a tensor without elements as well
             stored.append((compressor.name, tuple(x.shape)))
         return compressor.compress(x)

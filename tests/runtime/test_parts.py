@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from memopt_cli.records import Plan, SegmentPlan, StepSettings
-from memopt_cli.runtime.compressor import COMPRESSORS, Packed, note_stored, store
+from memopt_cli.runtime.compressor import COMPRESSORS, PackedTensor, note_stored, store
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.trace import FakeStep, count_step
 from memopt_cli.training.apply import apply_plan
@@ -103,14 +103,14 @@ def _bytes_after_forward(net: nn.Module, plan: Plan, *args: Tensor) -> int:
     stored: dict[int, int] = {}
     apply_plan(net, plan)
 
-    def noted(compressor: object, x: Tensor) -> Packed:
+    def noted(compressor: object, x: Tensor) -> PackedTensor:
         packed = store(compressor, x)  # type: ignore[arg-type]
         for tensor in packed.data:
             stored[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         alive.append(packed)
         return packed
 
-    alive: list[Packed] = []
+    alive: list[PackedTensor] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("memopt_cli.runtime.segment_call.store", noted)
         net(*args or (torch.randn(4, 3, 8, 8),)).sum()
@@ -123,7 +123,7 @@ def _bytes_after_forward(net: nn.Module, plan: Plan, *args: Tensor) -> int:
 @pytest.fixture
 def there() -> Iterator[Callable[[Tensor], Tensor]]:
     """Yield a function that stores a tensor for as long as a test takes."""
-    held: list[Packed] = []
+    held: list[PackedTensor] = []
 
     def stored(x: Tensor) -> Tensor:
         held.append(store(COMPRESSORS["null"], x))
@@ -325,7 +325,7 @@ def test_views_of_a_concatenation(use: Callable[[Tensor, Tensor], Tensor]) -> No
         gradients.append([p.grad for p in plain.parameters()])
     assert all(map(torch.equal, *gradients))
     packed = [stored[0].packed if isinstance(stored, tuple) else stored for stored in kept]
-    of_whole = [stored for stored in packed if isinstance(stored, Packed) and 576 in stored.shape]
+    of_whole = [stored for stored in packed if isinstance(stored, PackedTensor) and 576 in stored.shape]
     assert of_whole
     assert all(bool(stored.parts) == (use is _transposed) for stored in of_whole)
 

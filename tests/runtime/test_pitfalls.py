@@ -38,7 +38,7 @@ from memopt_cli.runtime import (
     segment_call,
     segment_of,
 )
-from memopt_cli.runtime.compressor import COMPRESSORS, Packed, SpikeCompressor
+from memopt_cli.runtime.compressor import COMPRESSORS, PackedTensor, SpikeCompressor
 from memopt_cli.runtime.packing import PackedSaves
 from memopt_cli.trace import record
 from memopt_cli.training.step import TrainingStep
@@ -210,10 +210,10 @@ def test_pitfall_18_one_tensor_passed_twice_is_stored_once(compressor: str, monk
         def forward(self, q: Tensor, k: Tensor, *, v: Tensor) -> Tensor:
             return (q @ k.t()).softmax(-1) @ v
 
-    stored: list[Packed] = []
+    stored: list[PackedTensor] = []
     compress = segment_call.store
 
-    def storing(compressor: SpikeCompressor, x: Tensor) -> Packed:
+    def storing(compressor: SpikeCompressor, x: Tensor) -> PackedTensor:
         stored.append(compress(compressor, x))
         return stored[-1]
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import UsageError
-from memopt_cli.records import ChunkRule, Counted, Plan, SearchOptions, SegmentPlan, StepSettings
+from memopt_cli.records import ChunkRule, Plan, SearchOptions, SegmentPlan, StepPeaks, StepSettings
 from memopt_cli.runtime import BitSpikeCompressor, SegmentConfig, install_segment, refusal
 from memopt_cli.runtime.compressor import OwnCompressor, declared_compressor
 from memopt_cli.search.plan.interface import Probes
@@ -234,7 +234,7 @@ def step_of(model: nn.Module, *shape: int) -> TrainingStep:
 def climbed(step: TrainingStep, level: int, *targets: str, tried: list[Plan] | None = None) -> Plan:
     """Return the plan of a level, with every probe run for real in this process."""
 
-    def probe(plan: Plan) -> Counted:
+    def probe(plan: Plan) -> StepPeaks:
         if tried is not None:
             tried.append(plan)
         apply_plan(step.model, plan)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import StepError
-from memopt_cli.measure.allocated import Allocated, measure_allocated
+from memopt_cli.measure.allocated import StepAllocations, measure_allocated
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.timed import measure
 from memopt_cli.measure.jobs import MeasureJob, Subject
@@ -55,7 +55,7 @@ def warmed(step: TrainingStep) -> TrainingStep:
     return step
 
 
-def measured(step: TrainingStep) -> Allocated:
+def measured(step: TrainingStep) -> StepAllocations:
     return measure_allocated(step.take, "cpu", resident_bytes(step))
 
 

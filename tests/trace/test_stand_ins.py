@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from memopt_cli.records import Counted, Plan, SegmentPlan, StepSettings
+from memopt_cli.records import Plan, SegmentPlan, StepPeaks, StepSettings
 from memopt_cli.runtime import stand_ins
 from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.trace import FakeStep
@@ -154,7 +154,7 @@ def applied(step: FakeStep, plan: Plan) -> Iterator[None]:
         remove_plan(step.step.model)
 
 
-def told(step: FakeStep, plan: Plan) -> Counted:
+def told(step: FakeStep, plan: Plan) -> StepPeaks:
     """All that is counted but who holds what, which of a stand-in is its module, and how many operators ran."""
     with applied(step, plan):
         return replace(step.count(), holders=(), operators=0)

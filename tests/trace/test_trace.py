@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.measure.allocated import measure_allocated
-from memopt_cli.records import Counted, ModuleTrace, Plan, SegmentPlan, StepSettings
+from memopt_cli.records import ModuleTrace, Plan, SegmentPlan, StepPeaks, StepSettings
 from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.trace import FakeStep, count_step, fake_mode, log, record, resident_bytes
 from memopt_cli.training.apply import apply_plan, remove_plan
@@ -412,7 +412,7 @@ def test_a_dry_run_of_packed_inputs_takes_the_plan_at_its_word() -> None:
             return torch.stack([part((x > i / 2).float()) for i, part in enumerate(self.parts)])
 
     model, x = Branches(), torch.randn(256, 64)
-    found: dict[str, Counted] = {}
+    found: dict[str, StepPeaks] = {}
     for compressor in ("null", "bit"):
         apply_plan(model, Plan(segments=tuple(segment(f"parts.{i}", compressor=compressor) for i in range(4))))
         step = step_of(model, (x,))

@@ -11,13 +11,13 @@ from torch import nn
 
 from memopt_cli.measure.jobs import ORIGINAL, Subject
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.records import InputSpec, ModelFacts, ModelSource, Plan, StepSettings
 
 
 def prepare_here(
     build: Callable[[], nn.Module], spec: InputSpec, batch: int, carried: Plan = ORIGINAL, **settings: Any
-) -> Prepared:
+) -> PreparedModel:
     """The model that ``build`` makes, each time from one seed, whose steps run in this process."""
 
     def seeded() -> nn.Module:
@@ -43,7 +43,7 @@ def prepare_here(
         sync_norms=(),
     )
     source = ModelSource(location="-", keeps_compiled=True)
-    return Prepared(
+    return PreparedModel(
         subject=Subject(source=source, spec=spec, settings=StepSettings(**settings)),
         facts=facts,
         notes=(),

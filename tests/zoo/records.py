@@ -10,7 +10,6 @@ from typing import Any
 from memopt_cli.measure.jobs import MeasureAnswer
 from memopt_cli.records import (
     Breakdown,
-    Counted,
     Failure,
     FileHeader,
     Fingerprint,
@@ -20,6 +19,7 @@ from memopt_cli.records import (
     MemOptSummary,
     ModuleTrace,
     Plan,
+    StepPeaks,
     Verification,
     from_data,
 )
@@ -85,9 +85,9 @@ def answered(measurement: Measurement) -> MeasureAnswer:
     return MeasureAnswer(measurement=measurement, fingerprint=Fingerprint(tensors=(), put_off=(), repeats=True))
 
 
-def counted(peak: int, gradients: int = 0, **changes: Any) -> Counted:
+def counted(peak: int, gradients: int = 0, **changes: Any) -> StepPeaks:
     """A count with this peak, at which so many bytes of gradients stand."""
-    plain = Counted(
+    plain = StepPeaks(
         tensor_peak_bytes=peak,
         allocated_peak_bytes=peak,
         resident_bytes=0,

@@ -19,7 +19,7 @@ from memopt_cli.pipeline.batches.recommendation import recommend_batch
 from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.plans.optimization import optimize
 from memopt_cli.pipeline.plans.plan_measurements import measurement_in
-from memopt_cli.pipeline.prepare import Prepared, load_request_for, prepare
+from memopt_cli.pipeline.prepare import PreparedModel, load_request_for, prepare
 from memopt_cli.records import (
     BatchRequest,
     Failure,
@@ -235,7 +235,7 @@ def _phases(case: _Case, device: str) -> Iterator[SelftestRow]:
         yield _compare_bytes(case, promise, predicted.get(phase, "not predicted"), measured.get(phase, missing))
 
 
-def _prepare(case: _Case, device: str) -> Prepared:
+def _prepare(case: _Case, device: str) -> PreparedModel:
     request = ProfileRequest(source=case.source, spec=case.spec, timeout_s=_TIMEOUT_S)
     return prepare(load_request_for(request, case.settings_on(device)), progress=Progress(), ask=None)
 
@@ -248,7 +248,7 @@ def _test_repetition(case: _Case, device: str) -> Iterator[SelftestRow]:
     yield case.row("the tensor peak repeats to the byte", seen, holds=isinstance(first, int) and first == second)
 
 
-def _measure(prepared: Prepared) -> Measurement | Failure:
+def _measure(prepared: PreparedModel) -> Measurement | Failure:
     return measurement_in(prepared.ask(MeasureJob(plan=ORIGINAL)))
 
 

@@ -56,7 +56,7 @@ class _Builder:
             return
         try:
             recipe = self._recipes[node]
-            with suspend_watch() if recipe.is_vouched else contextlib.nullcontext():
+            with suspend_watch() if recipe.is_trusted else contextlib.nullcontext():
                 self._take_step(step, node, recipe)
         except (BrokenError, MemoptError, BadProgramError, UnsafeScriptError):
             raise

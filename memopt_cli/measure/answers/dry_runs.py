@@ -24,7 +24,7 @@ from memopt_cli.measure.answers.without_data import (
 )
 from memopt_cli.measure.answers.workspaces import workspaces_for
 from memopt_cli.measure.jobs import ORIGINAL, CountJob, RecordJob, TraceAnswer, TraceJob
-from memopt_cli.records import Counted, DeviceProfile, Plan, StepTrace
+from memopt_cli.records import DeviceProfile, Plan, StepPeaks, StepTrace
 from memopt_cli.runtime.private_torch import UNKNOWN_WITHOUT_DATA
 from memopt_cli.search.estimation import Lifetime, add_seconds, estimate, library_blocks, needed_bytes, replay_lives
 from memopt_cli.trace.workspace import Workspaces
@@ -73,13 +73,13 @@ def record_step(bench: Bench, job: RecordJob) -> StepTrace:
     return record_on_data(bench, job.plan).trace
 
 
-def count_step(bench: Bench, job: CountJob) -> Counted:
+def count_step(bench: Bench, job: CountJob) -> StepPeaks:
     """Count the tensor peak of a step under the plan of ``job``, at its sizes."""
     counted = (_count_without_data if job.fake else count_on_data)(bench, job)
     return replace(counted, holders=counted.holders[:_MAX_HOLDERS])
 
 
-def _count_without_data(bench: Bench, job: CountJob) -> Counted:
+def _count_without_data(bench: Bench, job: CountJob) -> StepPeaks:
     described = job.batch is None and not job.dims
     card = bench.subject.card
     workspaces = workspaces_for(bench, job.plan) if described and card is None else Workspaces()
@@ -112,7 +112,7 @@ def _allocator_of(bench: Bench, card: DeviceProfile, *, to_fit: bool) -> trace.A
     return allocated
 
 
-def count_on_data(bench: Bench, job: CountJob) -> Counted:
+def count_on_data(bench: Bench, job: CountJob) -> StepPeaks:
     """Count the tensor peak and measure the allocated peak of a step on data."""
     step = bench.warmed_up(bench.step(job.batch, job.dims))
     with bench.with_plan(job.plan):

@@ -22,12 +22,12 @@ from memopt_cli.measure.answers.bench import check_spreadable, maker_of_optimize
 from memopt_cli.measure.answers.without_steps import facts_of
 from memopt_cli.measure.jobs import DescribeJob, GroupJob, Subject
 from memopt_cli.records import (
-    Counted,
     InputSpec,
     RankLayout,
     RankLost,
     RankMeasurement,
     RanksMeasured,
+    StepPeaks,
     StepSettings,
     to_data,
 )
@@ -147,7 +147,7 @@ def with_buckets(step: TrainingStep, start: StartingState) -> TrainingStep:
     return replace(step, buckets=buckets_seen(step))
 
 
-def median_count(step: TrainingStep, start: StartingState) -> Counted:
+def median_count(step: TrainingStep, start: StartingState) -> StepPeaks:
     """Count the tensor peak of ``step`` a few times, and return the median."""
     counts = []
     for _ in range(_COUNT_REPEATS):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from memopt_cli import trace
-from memopt_cli.measure.allocated import Allocated, measure_allocated
+from memopt_cli.measure.allocated import StepAllocations, measure_allocated
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.records import Phase
 from memopt_cli.training.own_step import OwnStep
@@ -19,7 +19,7 @@ HOLDERS = 40
 """Maximum number of modules that an answer names as holders of memory."""
 
 
-def allocated_by(bench: Bench, step: TrainingStep) -> Allocated:
+def allocated_by(bench: Bench, step: TrainingStep) -> StepAllocations:
     """Measure the allocated peak of ``step`` from the model's starting state; gradients stay."""
     device = bench.settings.device
     return take_from_start(

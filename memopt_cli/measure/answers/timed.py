@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from memopt_cli import trace
 from memopt_cli.errors import StepError
-from memopt_cli.measure.allocated import Allocated, least_growth
+from memopt_cli.measure.allocated import StepAllocations, least_growth
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.compiled_step import breakdown_of, compile_step
 from memopt_cli.measure.answers.dry_runs import compressors_for, operator_times
@@ -41,12 +41,12 @@ from memopt_cli.measure.jobs import (
 from memopt_cli.records import (
     UPDATE_PHASES,
     BatchProbe,
-    Counted,
     Fingerprint,
     Measurement,
     Phase,
     PhasePeak,
     Plan,
+    StepPeaks,
     slowdown_in,
 )
 from memopt_cli.records.progress import ignore
@@ -129,7 +129,7 @@ def _measure_compiled(bench: Bench, job: MeasureJob) -> MeasureAnswer:
     timed = _time_steps(bench, step, 1 if first_s >= _LONG_STEP_S else job.steps, phases=True)
     allocated = allocated_by(bench, step)
     fingerprints = mark_repeatable(first, fingerprint(tensors_on(bench.model)))
-    counted = Counted(
+    counted = StepPeaks(
         tensor_peak_bytes=allocated.peak_bytes,
         allocated_peak_bytes=allocated.peak_bytes,
         resident_bytes=trace.resident_bytes(step),
@@ -148,7 +148,7 @@ def _measure_compiled(bench: Bench, job: MeasureJob) -> MeasureAnswer:
 
 
 def _measurement(
-    bench: Bench, started: float, timed: Sequence[_Timed], counted: Counted, allocated: Allocated
+    bench: Bench, started: float, timed: Sequence[_StepTimes], counted: StepPeaks, allocated: StepAllocations
 ) -> Measurement:
     return Measurement(
         tensor_peak_bytes=counted.tensor_peak_bytes,
@@ -363,7 +363,7 @@ def _take_checked(bench: Bench, step: TrainingStep) -> tuple[float, Fingerprint]
 
 
 @dataclass(slots=True)
-class _Timed:
+class _StepTimes:
     """The wall times of a step in seconds."""
 
     device: str
@@ -397,10 +397,10 @@ class _Timed:
         return time.perf_counter()
 
 
-def _time_step(bench: Bench, step: TrainingStep, *, phases: bool = False) -> _Timed:
+def _time_step(bench: Bench, step: TrainingStep, *, phases: bool = False) -> _StepTimes:
     """Time ``step`` and, with ``phases``, its update, for which it waits for the device before and after."""
     bench.reset_step(step)
-    timed = _Timed(bench.settings.device)
+    timed = _StepTimes(bench.settings.device)
     with timed.running():
         step.take(timed.enter if phases else ignore)
     if bench.settings.micro_batches == 1:  # several keep gradients from one to the next
@@ -408,9 +408,9 @@ def _time_step(bench: Bench, step: TrainingStep, *, phases: bool = False) -> _Ti
     return timed
 
 
-def _time_steps(bench: Bench, step: TrainingStep, least: int, *, phases: bool = False) -> list[_Timed]:
+def _time_steps(bench: Bench, step: TrainingStep, least: int, *, phases: bool = False) -> list[_StepTimes]:
     """Time ``step`` at least ``least`` times, and a step that is short more often."""
-    steps: list[_Timed] = []
+    steps: list[_StepTimes] = []
     while _needs_more([timed.step_s for timed in steps], least):
         steps.append(_time_step(bench, step, phases=phases))
     return steps

@@ -10,7 +10,7 @@ import functools
 from dataclasses import replace
 
 from memopt_cli import trace
-from memopt_cli.measure.allocated import Allocated
+from memopt_cli.measure.allocated import StepAllocations
 from memopt_cli.measure.answers.bench import Bench
 from memopt_cli.measure.answers.small_step import SMALL_BATCH, small_step
 from memopt_cli.measure.answers.steps import allocated_by, take_from_start
@@ -41,7 +41,7 @@ def _workspaces_by(bench: Bench, step: TrainingStep) -> Workspaces:
     return workspaces_seen(meter, allocated_by(bench, step))
 
 
-def workspaces_seen(meter: trace.Meter | None, allocated: Allocated) -> Workspaces:
+def workspaces_seen(meter: trace.Meter | None, allocated: StepAllocations) -> Workspaces:
     """Return the workspaces that ``meter`` saw, or without it the profiler's, with the bytes that libraries keep."""
     workspaces = allocated.workspaces
     return workspaces if meter is None else replace(meter.workspaces, kept_bytes=workspaces.kept_bytes)

@@ -14,7 +14,7 @@ from memopt_cli.pipeline.batches.batch_probes import (
     one_batch_error,
     optimizer_state_notes,
 )
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     LONGEST_STEP_S,
@@ -54,7 +54,7 @@ bounds above: the advice should not cost more than the search.  On a GPU memory 
 
 def advise(
     request: OptimizeRequest,
-    prepared: Prepared,
+    prepared: PreparedModel,
     plan: Plan,
     measurement: Measurement | None,
     earlier_search: BegunAdvice | None,
@@ -81,7 +81,7 @@ def advise(
 
 def _find_advice(
     request: OptimizeRequest,
-    prepared: Prepared,
+    prepared: PreparedModel,
     plan: Plan,
     measurement: Measurement,
     earlier_search: BegunAdvice | None,
@@ -172,7 +172,7 @@ class BegunAdvice:
 
 
 def begin_advice(
-    request: OptimizeRequest, prepared: Prepared, plan: Plan, measurement: Measurement, session: Sessions
+    request: OptimizeRequest, prepared: PreparedModel, plan: Plan, measurement: Measurement, session: Sessions
 ) -> BegunAdvice:
     """Begin the search for the batch that fits under ``plan``; ``measurement``: of its step at the described batch."""
     device = prepared.subject.settings.device

@@ -15,8 +15,8 @@ from memopt_cli.pipeline.batches.batch_probes import (
     one_batch_error,
 )
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import BatchProbe, BatchRow, Counted, Failure, OutOfMemory, Plan, ReplicaAdvice, describe
+from memopt_cli.pipeline.prepare import PreparedModel
+from memopt_cli.records import BatchProbe, BatchRow, Failure, OutOfMemory, Plan, ReplicaAdvice, StepPeaks, describe
 from memopt_cli.search.batch_size.batch_search import BatchSearch
 from memopt_cli.search.batch_size.replicas import ReplicaSearch
 from memopt_cli.search.batch_size.runs import Limits
@@ -84,7 +84,7 @@ class Case:
 class CaseSearch:
     """A search of several cases, one after another, with a limit on all their runs together."""
 
-    prepared: Prepared
+    prepared: PreparedModel
     notes: list[str]
     limits: Limits
     max_runs: int
@@ -192,7 +192,7 @@ class CaseSearch:
         if case.plan.compile is None:
             dry_run = case.probes.count(case.search.batch)
             reason = "Dry runs fail"
-            because = f": {describe(dry_run)}" if not isinstance(dry_run, Counted) else ""
+            because = f": {describe(dry_run)}" if not isinstance(dry_run, StepPeaks) else ""
         return f"{reason}{case.text}, so peaks are extrapolated from runs alone{because}."
 
     @property

@@ -10,8 +10,8 @@ from memopt_cli.errors import StepError, UsageError
 from memopt_cli.inputs.batch_axis import check_batch
 from memopt_cli.measure.jobs import CountJob, Job, ProbeJob, ReplicasJob
 from memopt_cli.measure.runner import Session
-from memopt_cli.pipeline.prepare import Prepared
-from memopt_cli.records import STEP, BatchProbe, Counted, Failure, Plan, StepFailed, describe
+from memopt_cli.pipeline.prepare import PreparedModel
+from memopt_cli.records import STEP, BatchProbe, Failure, Plan, StepFailed, StepPeaks, describe
 from memopt_cli.records.progress import Progress
 from memopt_cli.search.batch_size.batch_search import BatchSearch
 from memopt_cli.search.batch_size.lines import fit_line, interpolate
@@ -22,7 +22,7 @@ _MAX_OPERATORS = 50_000
 """Maximum number of operators that a dry run may have; so many take half a minute on a slow core."""
 
 
-def check_varied(prepared: Prepared) -> None:
+def check_varied(prepared: PreparedModel) -> None:
     """Raise :class:`UsageError` for a model, or for inputs, whose batch cannot be varied."""
     if prepared.facts.fixed_sizes:
         raise UsageError(
@@ -32,7 +32,7 @@ def check_varied(prepared: Prepared) -> None:
     check_batch(prepared.subject.spec, prepared.batch)
 
 
-def fixed_batch_reason(search: BatchSearch, prepared: Prepared) -> str:
+def fixed_batch_reason(search: BatchSearch, prepared: PreparedModel) -> str:
     """Return why dimension 0 of the inputs seems not to be the batch, if the batch cannot be varied.
 
     Example: a model holds the edges of one graph as indices, and its inputs have one row for each node.  With more rows
@@ -89,7 +89,7 @@ def loop_warning(probes: BatchProbes) -> str:
     )
 
 
-def optimizer_state_notes(prepared: Prepared, adamw: str = "") -> tuple[str, ...]:
+def optimizer_state_notes(prepared: PreparedModel, adamw: str = "") -> tuple[str, ...]:
     """Return a sentence on the optimizer's state, which no peak includes if no optimizer was named.
 
     ``adamw``: the size of AdamW's state, as text; empty to compute it for the state of all parameters.
@@ -101,7 +101,7 @@ def optimizer_state_notes(prepared: Prepared, adamw: str = "") -> tuple[str, ...
     return (f"No optimizer is counted; AdamW's state would add {adamw}. Name yours, or none, with `--optimizer`.",)
 
 
-def limit_text(limits: Limits, prepared: Prepared) -> str:
+def limit_text(limits: Limits, prepared: PreparedModel) -> str:
     """Return the budget of ``limits`` as text, followed by the memory that it leaves out."""
     if not optimizer_state_notes(prepared):
         return limits.text
@@ -112,7 +112,7 @@ def limit_text(limits: Limits, prepared: Prepared) -> str:
 class BatchProbes:
     """A cache of dry runs, and a source of runs, at any batch of one plan and one set of input sizes."""
 
-    session: Callable[[], Session | Prepared]
+    session: Callable[[], Session | PreparedModel]
     plan: Plan
     progress: Progress
     dims: dict[str, int] = field(default_factory=dict)
@@ -131,7 +131,7 @@ class BatchProbes:
     """Batch -> peak in bytes read off a line through dry runs at other batches, without a dry run at this one."""
     place: str = ""
     """Words that progress shows with a batch, such as "rank 0 of 8"."""
-    _counted: dict[int, Counted | Failure] = field(default_factory=dict)
+    _counted: dict[int, StepPeaks | Failure] = field(default_factory=dict)
 
     def search(self, batch: int, limits: Limits, ratio: float = 1.0) -> BatchSearch:
         """Return a search that starts at ``batch``, with dry runs where the model can be run without data.
@@ -165,22 +165,22 @@ class BatchProbes:
             self.count(batch)
         return self.dry_runs[batch]
 
-    def count(self, batch: int) -> Counted | Failure:
+    def count(self, batch: int) -> StepPeaks | Failure:
         """Return the dry run of one copy at ``batch``, even where a line through others predicts its peak."""
         if batch not in self._counted:
             self.progress.update(0, None, f"batch {self._sizes_in_words(batch)}, without data")
             dry_run = self.session().ask(CountJob(plan=self.plan, fake=True, batch=batch, dims=self.dims))
             self._counted[batch] = dry_run
             self.inferred.pop(batch, None)
-            self.dry_runs[batch] = dry_run.allocated_peak_bytes if isinstance(dry_run, Counted) else math.inf
-            if isinstance(dry_run, Counted) and batch > 1:  # a single sample may take an operator less than two
+            self.dry_runs[batch] = dry_run.allocated_peak_bytes if isinstance(dry_run, StepPeaks) else math.inf
+            if isinstance(dry_run, StepPeaks) and batch > 1:  # a single sample may take an operator less than two
                 self.operators[batch] = dry_run.operators
         return self._counted[batch]
 
     def failure_in_words(self, batch: int | None) -> str:
         """Return that the dry run at ``batch`` failed, and the first line of its error; empty for no batch."""
         run = self._counted.get(batch or 0)
-        if run is None or isinstance(run, Counted):
+        if run is None or isinstance(run, StepPeaks):
             return ""
         what = "the loss" if isinstance(run, StepFailed) and run.in_loss else "a dry run"
         error = describe(run).splitlines()[0].removeprefix("the loss failed: ").removesuffix(".")

@@ -32,14 +32,14 @@ from memopt_cli.pipeline.batches.scaled_models import ScaledModels
 from memopt_cli.pipeline.batches.trials import Trials
 from memopt_cli.pipeline.heads import heads_notes
 from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
-from memopt_cli.pipeline.prepare import Prepared, file_header, load_request_for, prepare
+from memopt_cli.pipeline.prepare import PreparedModel, file_header, load_request_for, prepare
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import fault_in, verify_plan
 from memopt_cli.records import (
     BatchProbe,
     BatchRequest,
-    Dropped,
+    DroppedPlan,
     Failure,
     FastestTraining,
     ModelCall,
@@ -75,7 +75,7 @@ _CHECKPOINTS_OFF_NOTE = (
 )
 
 
-def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraining:
+def fastest_prepared(request: BatchRequest, prepared: PreparedModel) -> FastestTraining:
     """Find the pair that trains fastest for ``prepared``; nothing is written.
 
     Raises :class:`MemoptError`, among them :class:`NothingFitsError` if no batch fits with any plan.
@@ -115,7 +115,7 @@ def fastest_prepared(request: BatchRequest, prepared: Prepared) -> FastestTraini
 class _FastestSearch:
     request: BatchRequest
     options: SearchOptions
-    prepared: Prepared
+    prepared: PreparedModel
     limits: Limits
     session: Sessions
     notes: list[str]
@@ -131,7 +131,7 @@ class _FastestSearch:
     """Priced plans, each with the largest batch at which it was the fastest of those that fit."""
     dry_runs: list[BatchProbes] = field(default_factory=list)
     """Dry runs of each plan."""
-    dropped: list[Dropped] = field(default_factory=list)
+    dropped: list[DroppedPlan] = field(default_factory=list)
     """Plans that train faster than the answer but fail verification."""
 
     def __post_init__(self) -> None:
@@ -317,7 +317,7 @@ class _FastestSearch:
         reason, outcome = fault_in(outcome_of_verification), pair.outcome
         assert reason is not None, "the plan failed verification"
         peak_bytes = outcome.allocated_peak_bytes if isinstance(outcome, BatchProbe) else None
-        self.dropped.append(Dropped(plan=pair.plan, peak_bytes=peak_bytes, original_bytes=None, why=reason))
+        self.dropped.append(DroppedPlan(plan=pair.plan, peak_bytes=peak_bytes, original_bytes=None, why=reason))
 
     def _nothing_fits(self) -> NothingFitsError:
         unit = self.limits.multiple_of

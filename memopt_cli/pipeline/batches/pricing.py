@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.batches.scaled_models import ScaledModels, seconds_at
 from memopt_cli.pipeline.search_probes import SearchProbes
-from memopt_cli.records import BatchProbe, Counted, Failure, Plan, SearchOptions, StepTrace, break_down
+from memopt_cli.records import BatchProbe, Failure, Plan, SearchOptions, StepPeaks, StepTrace, break_down
 from memopt_cli.records.progress import Progress, ignore
 from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.interface import NotTried, Probes
@@ -79,7 +79,7 @@ class Pricing:
     def _planner(self, batch: int) -> Planner:
         if batch not in self._planners:
             original = self._count(ORIGINAL, batch)
-            assert isinstance(original, Counted), "its step is recorded"
+            assert isinstance(original, StepPeaks), "its step is recorded"
             probes = Probes(
                 count=lambda plan: self._count(plan, batch),
                 chunking=functools.partial(self.probes.chunking, allow_inexact=self.options.allow_inexact),
@@ -95,14 +95,14 @@ class Pricing:
         model = self.models.cost_model(plan, batch)
         return model.trace if isinstance(model, CostModel) else model
 
-    def _count(self, plan: Plan, batch: int) -> Counted | Failure | NotTried:
+    def _count(self, plan: Plan, batch: int) -> StepPeaks | Failure | NotTried:
         """Compute the peak of ``plan`` at ``batch``, in place of a dry run."""
         model = self.models.cost_model(plan, batch)
         if not isinstance(model, CostModel):
             return model
         self.priced += 1
         peak_bytes = model.predict(plan).allocated_peak_bytes
-        return Counted(
+        return StepPeaks(
             tensor_peak_bytes=peak_bytes,
             allocated_peak_bytes=peak_bytes,
             resident_bytes=model.trace.resident_bytes,

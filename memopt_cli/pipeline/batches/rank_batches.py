@@ -18,11 +18,10 @@ from memopt_cli.pipeline.batches.batch_probes import (
     optimizer_state_notes,
 )
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.prepare import Prepared, file_header, load_request_for, prepare
+from memopt_cli.pipeline.prepare import PreparedModel, file_header, load_request_for, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     BatchRequest,
-    Counted,
     Failure,
     NoBatchFits,
     NotPredicted,
@@ -32,6 +31,7 @@ from memopt_cli.records import (
     RanksRecommendation,
     RanksRow,
     StepFailed,
+    StepPeaks,
     describe,
     make_prediction,
 )
@@ -52,7 +52,7 @@ def recommend_ranks(request: BatchRequest, *, progress: Progress, ask: Ask | Non
     return recommend_ranks_prepared(request, prepared, plan)
 
 
-def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Plan | None) -> RanksRecommendation:
+def recommend_ranks_prepared(request: BatchRequest, prepared: PreparedModel, plan: Plan | None) -> RanksRecommendation:
     """Predict the largest batches of ``prepared`` on each layout, without a plan and with ``plan``."""
     started = time.monotonic()
     if plan is not None:
@@ -91,7 +91,7 @@ def recommend_ranks_prepared(request: BatchRequest, prepared: Prepared, plan: Pl
 @dataclass(slots=True, kw_only=True)
 class _RanksSearch:
     request: BatchRequest
-    prepared: Prepared
+    prepared: PreparedModel
     limits: Limits
     notes: list[str]
     rows: list[RanksRow] = field(default_factory=list)
@@ -152,7 +152,7 @@ class _RanksSearch:
 
         Each rank is searched up to the batch that the other allows, until both allow the same.
         """
-        largest_by_rank: dict[int, tuple[int, Counted]] = {}
+        largest_by_rank: dict[int, tuple[int, StepPeaks]] = {}
         ranks, batch = ranks_asked(layout, None), None
         while ranks_to_search := [
             rank for rank in ranks if rank not in largest_by_rank or largest_by_rank[rank][0] != batch
@@ -179,14 +179,14 @@ class _RanksSearch:
 
     def _find_largest_of_rank(
         self, layout: RankLayout, rank: int, plan: Plan, start: int, limits: Limits
-    ) -> tuple[int, Counted] | NoBatchFits | Failure:
+    ) -> tuple[int, StepPeaks] | NoBatchFits | Failure:
         subject = replace(self.prepared.subject, layout=layout, rank=rank)
         prepared = replace(self.prepared, subject=subject)
         with Sessions(prepared, "none", self.notes) as session:
             place = f"rank {rank} of {layout.ranks}"
             probes = BatchProbes(session=session, plan=plan, progress=self.prepared.progress, place=place)
             first_dry_run = probes.count(start)
-            if not isinstance(first_dry_run, Counted):
+            if not isinstance(first_dry_run, StepPeaks):
                 return first_dry_run
             search = probes.search(start, limits)
             try:
@@ -196,7 +196,7 @@ class _RanksSearch:
                         return outcome
                     batch = search.model.largest_within(limits.budget_bytes)
                     dry_run = probes.count(batch)  # the search may have interpolated this peak: check it
-                    if isinstance(dry_run, Counted) and dry_run.allocated_peak_bytes <= limits.budget_bytes:
+                    if isinstance(dry_run, StepPeaks) and dry_run.allocated_peak_bytes <= limits.budget_bytes:
                         return batch, dry_run
             finally:
                 self.dry_runs += len(probes.dry_runs)

@@ -19,7 +19,7 @@ from memopt_cli.measure.jobs import ORIGINAL, CallJob, ProbeJob
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import check_varied, limit_text, optimizer_state_notes
 from memopt_cli.pipeline.failures import require_answer
-from memopt_cli.pipeline.prepare import LEFT_OUT_NOTE, Prepared, file_header, load_request_for, prepare_with_plan
+from memopt_cli.pipeline.prepare import LEFT_OUT_NOTE, PreparedModel, file_header, load_request_for, prepare_with_plan
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     Accumulation,
@@ -93,7 +93,7 @@ _PREDICTED_NOTE = "Nothing was run: peaks are tensor peaks, predicted without da
 
 
 def recommend_prepared(
-    request: BatchRequest, prepared: Prepared, plan: Plan | None, lengths: Sequence[int]
+    request: BatchRequest, prepared: PreparedModel, plan: Plan | None, lengths: Sequence[int]
 ) -> BatchRecommendation:
     """Find the batch that fits for ``prepared``, without a plan and with ``plan``, and for sequences of ``lengths``.
 
@@ -148,7 +148,7 @@ def recommend_prepared(
 @dataclass(slots=True, kw_only=True)
 class _Recommender:
     request: BatchRequest
-    prepared: Prepared
+    prepared: PreparedModel
     longest: dict[str, int]
     """Dimension -> its size in the longest of the user's sequences, at which the batch must fit; empty without any."""
     search: CaseSearch
@@ -369,7 +369,7 @@ def one_batch_notes(accumulation: Accumulation, facts: ModelFacts, call: ModelCa
         )
 
 
-def check_inputs(dim_range: DimRange | None, prepared: Prepared) -> None:
+def check_inputs(dim_range: DimRange | None, prepared: PreparedModel) -> None:
     """Raise :class:`UsageError` for inputs with a fixed batch, or without the range's symbol in their shapes."""
     spec = prepared.subject.spec
     with_batch(spec, prepared.batch + 1)

@@ -8,7 +8,7 @@ from memopt_cli.errors import MemoptError
 from memopt_cli.measure.jobs import ORIGINAL, MeasureAnswer, MeasureJob, TraceAnswer
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.memory.profiling import record_step
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.records import BatchProbe, Failure, Measurement, Plan, describe
 from memopt_cli.search.plan.scaled import ScaledStep, pair_records
 from memopt_cli.text.units import format_bytes, format_seconds
@@ -21,7 +21,7 @@ Pair = tuple[Plan, int]
 class Trials:
     """A cache of runs by pair, and of records of the original's step by batch."""
 
-    prepared: Prepared
+    prepared: PreparedModel
     limit_bytes: int
     """Memory of the device to emulate, in bytes."""
     outcomes: dict[Pair, BatchProbe | Failure] = field(default_factory=dict)

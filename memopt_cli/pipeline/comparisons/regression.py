@@ -23,7 +23,7 @@ from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.fingerprints.imports import code_in_words
 from memopt_cli.pipeline.memory.step_peaks import instant_at, is_alive, live_bytes, saved_tensors
 from memopt_cli.pipeline.prediction import predicted_ranks
-from memopt_cli.pipeline.prepare import Prepared, file_header, load_request_for, prepare_with_plan
+from memopt_cli.pipeline.prepare import PreparedModel, file_header, load_request_for, prepare_with_plan
 from memopt_cli.pipeline.terms import command_line, differences, step_flags
 from memopt_cli.records import (
     BUILT_IN,
@@ -63,7 +63,7 @@ def baseline(request: BaselineRequest, *, progress: Progress, ask: Ask | None) -
     return record_prepared(request, prepared)
 
 
-def record_prepared(request: BaselineRequest, prepared: Prepared) -> BaselineResult:
+def record_prepared(request: BaselineRequest, prepared: PreparedModel) -> BaselineResult:
     """Measure the step of a ``prepared`` model and write its baseline, whose path was checked before."""
     code = code_in_words(request.source.location, prepared.facts.modules)
     step = _CheckedStep(prepared, _plan(request.plan_path, prepared), request.layout)
@@ -119,7 +119,7 @@ def _typed_step(request: CheckRequest) -> str:
     return " ".join((quoted_path(request.source.location), *inputs, *request.flags))
 
 
-def check_prepared(request: CheckRequest, before: Baseline, prepared: Prepared) -> Comparison:
+def check_prepared(request: CheckRequest, before: Baseline, prepared: PreparedModel) -> Comparison:
     """Check a model that is ready, as :func:`check` does."""
     code = code_in_words(request.source.location, prepared.facts.modules)
     _require_same_model(request, before, prepared)
@@ -219,7 +219,7 @@ def _spec(typed: InputSpec | None, recorded: InputSpec) -> InputSpec:
     return replace(inputs, dims=recorded.dims | typed.dims, optional_dims=typed.optional_dims)
 
 
-def _require_same_model(request: CheckRequest, before: Baseline, prepared: Prepared) -> None:
+def _require_same_model(request: CheckRequest, before: Baseline, prepared: PreparedModel) -> None:
     """Refuse a model if both its class and its file name differ from the baseline's; one of the two may change."""
     location = request.source.location
     class_name = prepared.facts.class_name
@@ -299,7 +299,7 @@ def _layout_flags(layout: RankLayout | None) -> dict[str, str]:
     return {"--parallel": layout.parallel, "--ranks": str(layout.ranks), "--mesh": mesh}
 
 
-def _plan(path: str | None, prepared: Prepared) -> Plan:
+def _plan(path: str | None, prepared: PreparedModel) -> Plan:
     return prepared.carried if path is None else read_plan(path)[1]
 
 
@@ -330,7 +330,7 @@ def _left_out(plan: Plan, spec: InputSpec) -> Iterator[str]:
 class _CheckedStep:
     """A step of a model under a plan, which is measured, or predicted for one rank of a layout."""
 
-    prepared: Prepared
+    prepared: PreparedModel
     plan: Plan
     layout: RankLayout | None
 

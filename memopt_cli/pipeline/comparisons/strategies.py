@@ -16,7 +16,7 @@ from memopt_cli.files.memopt_files import read_plan
 from memopt_cli.measure.jobs import ORIGINAL, AgreementJob, OnlineJob, ProbeJob, VerifyJob
 from memopt_cli.pipeline.batches.recommendation import check_inputs
 from memopt_cli.pipeline.plans.optimization import find_plan
-from memopt_cli.pipeline.prepare import Prepared, file_header, load_request_for, prepare
+from memopt_cli.pipeline.prepare import PreparedModel, file_header, load_request_for, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     ONLINE_RULES,
@@ -84,7 +84,7 @@ def compare_strategies(request: BatchRequest, *, progress: Progress, ask: Ask | 
     )
 
 
-def _steps(request: BatchRequest, prepared: Prepared) -> DimRange:
+def _steps(request: BatchRequest, prepared: PreparedModel) -> DimRange:
     spec = prepared.subject.spec
     check_inputs(request.dim_range, prepared)
     if request.dim_range is None or not spec.tensors:
@@ -99,7 +99,7 @@ def _steps(request: BatchRequest, prepared: Prepared) -> DimRange:
 class _StrategySearch:
     request: BatchRequest
     steps: DimRange
-    prepared: Prepared
+    prepared: PreparedModel
     limits: Limits
     notes: list[str]
 

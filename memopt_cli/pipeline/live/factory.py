@@ -15,7 +15,7 @@ from memopt_cli.measure.importable import UserFunction
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, isolate_state
 from memopt_cli.pipeline.live.model import unimportable_functions
-from memopt_cli.pipeline.prepare import LoadRequest, Prepared, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, PreparedModel, prepare
 from memopt_cli.records import LoadedModel, Plan
 from memopt_cli.records.progress import Progress
 from memopt_cli.trace import built_without_data, fake_mode
@@ -28,7 +28,7 @@ def prepared_factory(
     functions: Sequence[UserFunction],
     timeout_s: float,
     progress: Progress,
-) -> Prepared:
+) -> PreparedModel:
     """Prepare the model that ``model`` builds for a prediction; its parameters are never allocated.
 
     ``functions``: the functions called by the step, and the function that shards the model.  If a subprocess could not
@@ -41,7 +41,7 @@ def prepared_factory(
             loaded = LoadedModel(module=model.function(), source=subject.source, format="factory", sha256=None)
             facts = facts_of(loaded, DescribeJob(inputs=False, plan=plan))
         facts = replace(facts, spec=subject.spec, batch=batch_of(subject.spec))
-        prepared = Prepared(subject=subject, facts=facts, notes=(), progress=progress)
+        prepared = PreparedModel(subject=subject, facts=facts, notes=(), progress=progress)
     else:
         load_request = LoadRequest(
             source=subject.source, spec=subject.spec, settings=subject.settings, timeout_s=timeout_s

@@ -31,10 +31,10 @@ from memopt_cli.measure.local import LocalSession, isolate_state
 from memopt_cli.measure.same_code import find_difference
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.optimization import find_plan
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.records import (
     Differs,
-    Dropped,
+    DroppedPlan,
     InputSpec,
     LoadedModel,
     ModelSource,
@@ -64,7 +64,7 @@ _thread = threading.local()
 @contextlib.contextmanager
 def prepared_model(
     model: nn.Module, inputs: Arguments | InputSpec, settings: StepSettings, functions: Sequence[UserFunction] = ()
-) -> Iterator[Prepared]:
+) -> Iterator[PreparedModel]:
     """Prepare ``model``, which is in memory, to be profiled; neither it nor the inputs are changed.
 
     The step is prepared without the plan that ``model`` carries; ``carried`` of the result is that plan.
@@ -92,7 +92,7 @@ def prepared_one_of_several(
     settings: StepSettings,
     functions: Sequence[UserFunction] = (),
     obstacle: str = "",
-) -> Iterator[Prepared]:
+) -> Iterator[PreparedModel]:
     """Prepare one of several models, as :func:`prepared_model` does; call it inside :func:`refuse_recursion`.
 
     ``obstacle``: why the model must be profiled in this process.
@@ -129,11 +129,11 @@ def prepare_here(
     build: Callable[[], nn.Module],
     obstacle: str,
     functions: Sequence[UserFunction] = (),
-) -> Prepared:
+) -> PreparedModel:
     """Prepare the model that ``build`` makes; if an ``obstacle`` keeps subprocesses from it, for this process."""
     loaded = LoadedModel(module=build(), source=subject.source, format=format, sha256=None)
     open_local = functools.partial(LocalSession, build=build, functions=unimportable_functions(functions))
-    return Prepared(
+    return PreparedModel(
         subject=subject,
         facts=replace(facts_of(loaded, DescribeJob(inputs=False)), batch=batch_of(subject.spec)),
         notes=(f"Profiled in this process, without a time limit: {obstacle}.",) if obstacle else (),
@@ -141,7 +141,7 @@ def prepare_here(
     )
 
 
-class _Called(Exception):
+class _InputsSeen(Exception):
     """Signal that ends a forward as soon as its inputs are known."""
 
 
@@ -156,10 +156,10 @@ def inputs_of(model: nn.Module, example_forward: Callable[[nn.Module], object]) 
 
     def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         calls.append((args, kwargs))
-        raise _Called
+        raise _InputsSeen
 
     model_copy.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
-    with isolate_state(), contextlib.suppress(_Called):
+    with isolate_state(), contextlib.suppress(_InputsSeen):
         example_forward(model_copy)
     if not calls:
         raise OptionError(
@@ -314,7 +314,9 @@ def carried_note(carried: Plan, found: Plan) -> list[str]:
 
 
 def find_and_verify(
-    request: OptimizeRequest, prepared: Prepared, search: Callable[[OptimizeRequest, Prepared], Findings] = find_plan
+    request: OptimizeRequest,
+    prepared: PreparedModel,
+    search: Callable[[OptimizeRequest, PreparedModel], Findings] = find_plan,
 ) -> Findings:
     """Return the findings of ``search``, by default :func:`~memopt_cli.pipeline.plans.optimization.find_plan`.
 
@@ -326,12 +328,12 @@ def find_and_verify(
     return findings
 
 
-def dropped_unmeasured(plan: Plan, failed: Verification) -> Dropped:
+def dropped_unmeasured(plan: Plan, failed: Verification) -> DroppedPlan:
     """Return a record of ``plan`` as dropped, without a measured peak, since it ``failed`` verification."""
-    return Dropped(plan=plan, peak_bytes=None, original_bytes=None, why=Differs(verification=failed))
+    return DroppedPlan(plan=plan, peak_bytes=None, original_bytes=None, why=Differs(verification=failed))
 
 
-def difference_error(dropped: Dropped) -> VerificationError:
+def difference_error(dropped: DroppedPlan) -> VerificationError:
     """Return the error to raise where the results of the plan in ``dropped`` differ from the original's."""
     return VerificationError(
         f"the optimized model differs from the original: found {dropped.in_words}, but {dropped.why.because}",

@@ -17,13 +17,13 @@ from memopt_cli.measure.jobs import Subject
 from memopt_cli.measure.local import isolate_state
 from memopt_cli.measure.same_code import find_difference
 from memopt_cli.pipeline.live.model import Arguments, prepare_here, save_inputs
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.records import STEP, InputSpec, ModelSource, StepSettings, Trust
 from memopt_cli.training.user_step import Step, StepModels
 
 
 @contextlib.contextmanager
-def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSettings) -> Iterator[Prepared]:
+def prepared_step(make: Callable[[], Step], inputs: Arguments, settings: StepSettings) -> Iterator[PreparedModel]:
     """Prepare, inside :func:`refuse_recursion`, the step that ``make`` makes, to be profiled.
 
     A new step is made, so that the user's own is not changed.  A function that a subprocess could not import is called

@@ -14,7 +14,7 @@ from memopt_cli.pipeline.failures import require_answer
 from memopt_cli.pipeline.memory.step_peaks import allocated_peak, is_alive, live_bytes, phase_peaks, saved_tensors
 from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes
 from memopt_cli.pipeline.prediction import predicted_ranks
-from memopt_cli.pipeline.prepare import Prepared, file_header, load_request_for, prepare
+from memopt_cli.pipeline.prepare import PreparedModel, file_header, load_request_for, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     STEP,
@@ -59,7 +59,7 @@ def profile(request: ProfileRequest, *, progress: Progress, ask: Ask | None) -> 
     return profile_prepared(request, prepared, plan)
 
 
-def _profile_ranks(request: ProfileRequest, layout: RankLayout, prepared: Prepared, plan: Plan) -> StepProfile:
+def _profile_ranks(request: ProfileRequest, layout: RankLayout, prepared: PreparedModel, plan: Plan) -> StepProfile:
     """Profile the largest of the requested ranks; of equally large ones, the first."""
     notes = list(prepared.notes)
     predicted = predicted_ranks(prepared, layout, plan, rank=request.rank, card=request.card)
@@ -69,7 +69,7 @@ def _profile_ranks(request: ProfileRequest, layout: RankLayout, prepared: Prepar
     return replace(_profile(prepared, plan, None, traced, notes, request.card), ranks=ranks)
 
 
-def profile_prepared(request: ProfileRequest, prepared: Prepared, plan: Plan) -> StepProfile:
+def profile_prepared(request: ProfileRequest, prepared: PreparedModel, plan: Plan) -> StepProfile:
     """Profile the step of a ``prepared`` model on one device: measured if ``request`` runs it, else estimated.
 
     A compiled step is profiled without the compiler, and also measured with it.  Raises :class:`StepError` for a step
@@ -99,7 +99,7 @@ def profile_prepared(request: ProfileRequest, prepared: Prepared, plan: Plan) ->
     return replace(_profile(prepared, plan, measurement, traced, notes, card), compiled=compiled)
 
 
-def _measure_compiled(prepared: Prepared, plan: Plan, notes: list[str]) -> CompiledStep | None:
+def _measure_compiled(prepared: PreparedModel, plan: Plan, notes: list[str]) -> CompiledStep | None:
     """Measure the step under ``plan``, a compiled one; if it does not fit, return ``None`` and add a note."""
     assert plan.compile is not None, "the caller's plan compiles the model"
     prepared.progress.stage("measuring a compiled step")
@@ -176,7 +176,7 @@ def record_step(
 
 
 def _profile(
-    prepared: Prepared,
+    prepared: PreparedModel,
     plan: Plan,
     measurement: Measurement | OutOfMemory | None,
     traced: TraceAnswer,

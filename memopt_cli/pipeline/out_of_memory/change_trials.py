@@ -15,7 +15,7 @@ from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.budget_errors import NotRunHereError
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.optimization import find_plan
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.pipeline.terms import command_line
 from memopt_cli.records import (
     LONGEST_STEP_S,
@@ -23,7 +23,6 @@ from memopt_cli.records import (
     BatchAdvice,
     BatchRequest,
     Budget,
-    Counted,
     ExplainRequest,
     Measurement,
     OptimizeRequest,
@@ -31,6 +30,7 @@ from memopt_cli.records import (
     Plan,
     SearchGoal,
     SearchOverrides,
+    StepPeaks,
     StepSettings,
     Suggestion,
     describe,
@@ -69,7 +69,7 @@ class ChangeTrials:
     """A trial of the changes that may make a step fit, each by a run at full size if this machine has the memory."""
 
     def __init__(
-        self, request: ExplainRequest, prepared: Prepared, limit_bytes: int, *, counts_for_gpu: bool = False
+        self, request: ExplainRequest, prepared: PreparedModel, limit_bytes: int, *, counts_for_gpu: bool = False
     ) -> None:
         """Prepare to try changes; ``counts_for_gpu``: an error of a GPU is explained by steps on the CPU."""
         self._counts_for_gpu = counts_for_gpu
@@ -216,7 +216,7 @@ class ChangeTrials:
         return self._command("optimize", *flags)
 
     def _search(
-        self, prepared: Prepared, goal: SearchGoal, max_slowdown: float | None = None, offload: str = "none"
+        self, prepared: PreparedModel, goal: SearchGoal, max_slowdown: float | None = None, offload: str = "none"
     ) -> Findings:
         """Find a plan, which may send tensors to the place ``offload``.
 
@@ -350,10 +350,10 @@ class ChangeTrials:
         prepared = self._with_settings(settings)
         self._prepared.progress.stage(f"trying {text.partition(',')[0]}")
         dry_run = prepared.ask(CountJob(plan=plan, fake=True), "small batch")
-        if isinstance(dry_run, Counted) and dry_run.allocated_peak_bytes > self._limit_bytes:
+        if isinstance(dry_run, StepPeaks) and dry_run.allocated_peak_bytes > self._limit_bytes:
             raise NothingFitsError(f"needs about {format_bytes(dry_run.allocated_peak_bytes)}")
         answer = prepared.ask(MeasureJob(plan=plan))
-        is_unrun = isinstance(answer, OutOfMemory) and not answer.was_tried and isinstance(dry_run, Counted)
+        is_unrun = isinstance(answer, OutOfMemory) and not answer.was_tried and isinstance(dry_run, StepPeaks)
         if not isinstance(answer, MeasureAnswer | OutOfMemory) or not (is_unrun or isinstance(answer, MeasureAnswer)):
             raise NothingFitsError(describe(answer))
         measurement = answer.measurement if isinstance(answer, MeasureAnswer) else None
@@ -364,7 +364,7 @@ class ChangeTrials:
             text=text,
             command=command,
             plan=plan,
-            predicted_bytes=dry_run.allocated_peak_bytes if isinstance(dry_run, Counted) else None,
+            predicted_bytes=dry_run.allocated_peak_bytes if isinstance(dry_run, StepPeaks) else None,
             peak_bytes=None if measurement is None else measurement.allocated_peak_bytes,
             seconds=None if measurement is None else measurement.step_s,
             not_run="" if isinstance(answer, MeasureAnswer) else describe(answer),
@@ -389,10 +389,10 @@ class ChangeTrials:
         is_full = self._prepared.subject.settings.precision in ("stored", "fp32")
         return is_full and self._prepared.facts.format != STEP
 
-    def _with_settings(self, settings: StepSettings) -> Prepared:
+    def _with_settings(self, settings: StepSettings) -> PreparedModel:
         return replace(self._prepared, subject=replace(self._prepared.subject, settings=settings))
 
-    def _with_accumulation(self) -> Prepared:
+    def _with_accumulation(self) -> PreparedModel:
         """Return the model with a step that is one of several accumulated passes."""
         return self._with_settings(replace(self._prepared.subject.settings, micro_batches=2))
 

@@ -23,7 +23,7 @@ from memopt_cli.pipeline.memory.step_peaks import allocated_peak, first_beyond, 
 from memopt_cli.pipeline.out_of_memory.change_trials import ChangeTrials
 from memopt_cli.pipeline.out_of_memory.oom_text import read_oom
 from memopt_cli.pipeline.own_checkpoints import own_checkpoints_notes
-from memopt_cli.pipeline.prepare import LoadRequest, Prepared, file_header, prepare
+from memopt_cli.pipeline.prepare import LoadRequest, PreparedModel, file_header, prepare
 from memopt_cli.records import (
     LONGEST_STEP_S,
     STEP,
@@ -148,7 +148,7 @@ def _explain_error(error: OutOfMemoryText) -> Explanation:
     )
 
 
-def _counted_as(prepared: Prepared) -> str:
+def _counted_as(prepared: PreparedModel) -> str:
     """Return how the step was counted, as text, for a step that ran out of memory and yet fits here."""
     settings = prepared.subject.settings
     missing = []
@@ -162,7 +162,7 @@ def _counted_as(prepared: Prepared) -> str:
     )
 
 
-def _has_own_loss(prepared: Prepared) -> bool:
+def _has_own_loss(prepared: PreparedModel) -> bool:
     """Return whether the model computes a loss by itself, so that the step was counted with it."""
     call = prepared.ask(CallJob(), "small batch")
     return isinstance(call, ModelCall) and call.loss != "of targets"
@@ -212,7 +212,7 @@ def _read_snapshot(request: ExplainRequest) -> SnapshotFacts:
         return require_answer(session.ask(SnapshotJob(path=str(Path(request.snapshot_path).absolute()))))
 
 
-def _limit_here(request: ExplainRequest, prepared: Prepared) -> tuple[int, str]:
+def _limit_here(request: ExplainRequest, prepared: PreparedModel) -> tuple[int, str]:
     """Return the memory limit in bytes by the request, or else by the device, and its name."""
     memory = _DEFAULT_MEMORY_SHARE if request.memory is None else request.memory
     limits = compute_limits(memory, prepared.subject.settings.device, LONGEST_STEP_S)
@@ -269,7 +269,7 @@ def _process_notes(error: OutOfMemoryText | None, explanation: Explanation) -> I
 # ---------------------------------------------------------------------------------------------- the recorded step
 
 
-def _record_full_step(prepared: Prepared) -> tuple[StepTrace, list[str]]:
+def _record_full_step(prepared: PreparedModel) -> tuple[StepTrace, list[str]]:
     """Record the step, and return the record and notes on it.
 
     The step may not fit, so it is recorded without data, with the workspaces of a few samples.  If
@@ -292,7 +292,7 @@ def _record_full_step(prepared: Prepared) -> tuple[StepTrace, list[str]]:
 
 
 def _explain_step(
-    request: ExplainRequest, prepared: Prepared, limit_bytes: int, limit: str, *, counts_for_gpu: bool
+    request: ExplainRequest, prepared: PreparedModel, limit_bytes: int, limit: str, *, counts_for_gpu: bool
 ) -> Explanation:
     prepared.progress.stage("recording a step")
     trace, notes = _record_full_step(prepared)

@@ -14,7 +14,7 @@ from memopt_cli.pipeline.own_checkpoints import suspended_notes
 from memopt_cli.pipeline.plans.confirmation import confirm, differing_settings, with_predicted_settings
 from memopt_cli.pipeline.plans.in_backward import IN_BACKWARD_NOTE
 from memopt_cli.pipeline.prepare import (
-    Prepared,
+    PreparedModel,
     inputs_of_file,
     load_request_for,
     model_writer,
@@ -58,7 +58,7 @@ def apply(request: ApplyRequest, *, progress: Progress, ask: Ask | None = None) 
 
 def _try_out(
     request: ApplyRequest, header: FileHeader, plan: Plan, progress: Progress, ask: Ask | None
-) -> tuple[Prepared, ApplyResult]:
+) -> tuple[PreparedModel, ApplyResult]:
     """Verify and confirm ``plan`` as ``request`` asks, on the inputs in the plan's file unless others are given."""
     predicted = read_prediction(request.plan_path) if request.confirm else None
     if request.spec is None:
@@ -76,7 +76,7 @@ def _try_out(
     return prepared, result
 
 
-def _verify_all(prepared: Prepared, plan: Plan) -> list[Verification]:
+def _verify_all(prepared: PreparedModel, plan: Plan) -> list[Verification]:
     """Verify ``plan`` at the sizes of the inputs; verify a plan by length at the largest size of each range.
 
     If the shapes of the inputs do not name the plan's dimension, inputs cannot be resized, and their own size is tried.
@@ -87,7 +87,7 @@ def _verify_all(prepared: Prepared, plan: Plan) -> list[Verification]:
     return [_require_verified(sized, plan) for sized in sizes]
 
 
-def _require_verified(prepared: Prepared, plan: Plan) -> Verification:
+def _require_verified(prepared: PreparedModel, plan: Plan) -> Verification:
     verification = require_answer(verify_plan(prepared, plan), "verification could not be run: ")
     if not verification.passed:
         raise VerificationError(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Final
 
 from memopt_cli.errors import NothingFitsError
-from memopt_cli.records import Counted, OpTrace, OutOfMemory, describe
+from memopt_cli.records import OpTrace, OutOfMemory, StepPeaks, describe
 from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.text.paths import gather_paths, quote_module
 from memopt_cli.text.units import format_apart, format_bytes
@@ -76,7 +76,7 @@ def nothing_fits(
     return error
 
 
-def require_parameters_fit(budget_bytes: int, original: Counted) -> None:
+def require_parameters_fit(budget_bytes: int, original: StepPeaks) -> None:
     """Raise :class:`ParametersTooLargeError` if the parameters of the ``original`` alone exceed the budget."""
     parameters_bytes = original.breakdown.parameters_bytes
     if parameters_bytes > budget_bytes:
@@ -87,7 +87,7 @@ def require_parameters_fit(budget_bytes: int, original: Counted) -> None:
         )
 
 
-def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_gradients: bool) -> Iterator[str]:
+def unavoidable_parts(smallest: StepPeaks, operators: Sequence[OpTrace], *, frees_gradients: bool) -> Iterator[str]:
     """Yield sentences on the parts of the ``smallest`` peak that no plan lowers, and on changes that would.
 
     ``operators``: operators of the original's step, with the measured workspaces of their kernels.
@@ -132,7 +132,7 @@ def unavoidable_parts(smallest: Counted, operators: Sequence[OpTrace], *, frees_
     )
 
 
-def _largest_holders(smallest: Counted, named_bytes: float) -> list[tuple[str, int]]:
+def _largest_holders(smallest: StepPeaks, named_bytes: float) -> list[tuple[str, int]]:
     """Return the largest holders in the ``smallest`` peak, with their bytes, that add up to ``named_bytes``."""
     rows = list(gather_paths({holder.path: holder.held_bytes for holder in smallest.holders}).items())
     count = 1 + sum(1 for total in itertools.accumulate(nbytes for _, nbytes in rows) if total < named_bytes)

@@ -35,13 +35,12 @@ from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.pipeline.plans.budget_errors import ParametersTooLargeError
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.plan_measurements import measurement_in
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.pipeline.search_probes import SearchProbes
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.records import (
     STEP,
     Budget,
-    Counted,
     DimRange,
     Failure,
     InputDimension,
@@ -56,6 +55,7 @@ from memopt_cli.records import (
     RangeRow,
     SearchGoal,
     StepFailed,
+    StepPeaks,
     Verification,
     describe,
 )
@@ -123,10 +123,12 @@ def dimension_of(spec: InputSpec, symbol: str) -> InputDimension:
     )
 
 
-FindPlan = Callable[[OptimizeRequest, Prepared], Findings]
+FindPlan = Callable[[OptimizeRequest, PreparedModel], Findings]
 
 
-def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepared, *, find_plan: FindPlan) -> Findings:
+def find_by_length(
+    request: OptimizeRequest, varied: DimRange, prepared: PreparedModel, *, find_plan: FindPlan
+) -> Findings:
     """Find a plan with ranges of the ``varied`` dimension; all other findings describe its longest inputs.
 
     ``find_plan`` finds a plan for inputs of one length.  Raises the errors of ``find_plan``.
@@ -243,7 +245,7 @@ def _is_verified(findings: Findings) -> bool:
 @dataclass(slots=True)
 class _ByLength:
     request: OptimizeRequest
-    prepared: Prepared
+    prepared: PreparedModel
     varied: DimRange
     counts: Mapping[int, float]
     find_plan: FindPlan
@@ -256,7 +258,7 @@ class _ByLength:
         on_card = replace(self.prepared, subject=replace(self.prepared.subject, card=self.request.card))
         return Sessions(on_card, "full size" if self.request.runs else on_card.dry_data, notes=[])
 
-    def prepared_at(self, length: int) -> Prepared:
+    def prepared_at(self, length: int) -> PreparedModel:
         """Return the model with inputs of ``length``."""
         return self.prepared.with_size(self.varied.symbol, length)
 
@@ -272,7 +274,7 @@ class _ByLength:
                 # Try again with data, which the model may need.
                 if self.request.runs and isinstance(answer, StepFailed):
                     answer = sessions().ask(replace(job, fake=False))
-                if not isinstance(answer, Counted | OutOfMemory):
+                if not isinstance(answer, StepPeaks | OutOfMemory):
                     raise_failure(answer, f"the model does not run at {symbol}={length}: ")
 
     def find_at(self, length: int, budget_bytes: int | None = None) -> Findings:
@@ -462,7 +464,7 @@ class _ByLength:
         answer = probes.ask(CountJob(plan=ORIGINAL, fake=is_fake, dims={self.varied.symbol: length}))
         if isinstance(answer, StepFailed):
             return None
-        if not isinstance(answer, Counted):
+        if not isinstance(answer, StepPeaks):
             return math.inf
         return answer.tensor_peak_bytes if self.request.card is None else answer.allocated_peak_bytes
 

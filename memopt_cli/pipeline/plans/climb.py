@@ -17,7 +17,7 @@ from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.started_search import StartedSearch
 from memopt_cli.pipeline.plans.worth import judge_measurement, judge_prediction
-from memopt_cli.records import Dropped, Failure, LevelRow, Measurement, TooSlow
+from memopt_cli.records import DroppedPlan, Failure, LevelRow, Measurement, TooSlow
 from memopt_cli.records.progress import Span
 from memopt_cli.records.summary import PREDICTED_SHARE
 from memopt_cli.search.plan.policy import skipped_step
@@ -179,7 +179,7 @@ class Climb:
             return math.inf
         return self.search.options.max_slowdown or math.inf
 
-    def _judge_prediction(self, row: LevelRow) -> Dropped | None:
+    def _judge_prediction(self, row: LevelRow) -> DroppedPlan | None:
         """Return why the plan of ``row`` is not worth measuring; ``None`` if it is, or if the original does not run."""
         priced = self.search.planner.dry_runs.get(row.plan)
         if priced is None or not isinstance(self._original, Measurement):
@@ -187,13 +187,13 @@ class Climb:
         original_bytes = self.search.original_dry_run.allocated_peak_bytes
         return judge_prediction(row.plan, priced.peak_bytes, original_bytes, row.predicted_slowdown or 1.0)
 
-    def _why_dropped(self, row: LevelRow) -> Dropped | None:
+    def _why_dropped(self, row: LevelRow) -> DroppedPlan | None:
         if self.search.earlier.has_accepted(row.plan, self._limit):
             self.search.findings.accepted_before.add(row.plan)
         is_new = row.plan not in self.search.findings.accepted_before
         return judge_measurement(row, self._original, self._limit, counts_error=is_new)
 
-    def _with_measurement(self, row: LevelRow) -> tuple[LevelRow, Dropped | None]:
+    def _with_measurement(self, row: LevelRow) -> tuple[LevelRow, DroppedPlan | None]:
         """Return ``row`` with the confirmed measurement of its plan, and why the plan is dropped; ``None`` if not."""
         row = self.measurements.confirm(self.measure_row(row), self._limit)
         dropped = self._why_dropped(row)

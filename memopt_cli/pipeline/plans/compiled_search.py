@@ -29,7 +29,7 @@ from memopt_cli.pipeline.memory.profiling import broken_notes
 from memopt_cli.pipeline.plans.frontier import spread
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.started_search import StartedSearch
-from memopt_cli.pipeline.prepare import Prepared, switches_off
+from memopt_cli.pipeline.prepare import PreparedModel, switches_off
 from memopt_cli.pipeline.verification import verify_compiled
 from memopt_cli.records import (
     BUDGETED,
@@ -89,7 +89,7 @@ class CompiledSearch(ABC):
     """Verifications by plan.  The search adds each candidate that may be the answer."""
     _reference_steps: StepCache = field(default_factory=dict)
     _folders: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
-    _prepared: dict[Plan, Prepared] = field(default_factory=dict)
+    _prepared: dict[Plan, PreparedModel] = field(default_factory=dict)
     """Model as prepared for each plan that is compiled, with its own compiler folder."""
 
     @property
@@ -203,7 +203,7 @@ class CompiledSearch(ABC):
         """Yield the reason why each candidate is not the answer."""
         yield from (f"{row.plan.compile.backend}: {row.dropped}." for row in self._rows if row.plan.compile)
 
-    def _with_cache(self) -> Prepared:
+    def _with_cache(self) -> PreparedModel:
         """Return the model with its own empty compiler cache, so that no candidate reuses another's code."""
         return self.measurements.prepared.with_compiler_cache(self._folders)
 
@@ -274,7 +274,7 @@ class CompiledSearch(ABC):
         outcome = next((row.outcome for row in self._rows if row.plan == plan), None)
         return outcome if isinstance(outcome, Measurement) else self.measurements.known(plan)
 
-    def _try_plan(self, plan: Plan, reference: Prepared) -> CompiledRow:
+    def _try_plan(self, plan: Plan, reference: PreparedModel) -> CompiledRow:
         """Measure ``plan`` and, if it is within the limits, verify it by ``reference``, the model without a plan."""
         is_first = not self._rows
         prepared = self._prepared[plan] = reference if is_first else self._with_cache()
@@ -313,7 +313,7 @@ class CompiledSearch(ABC):
         reference = self._outcome(self._reference_plan)
         return outcome.slowdown(reference) if isinstance(outcome, Measurement) and reference is not None else 0.0
 
-    def _verification_fault(self, plan: Plan, prepared: Prepared, reference: Prepared) -> str:
+    def _verification_fault(self, plan: Plan, prepared: PreparedModel, reference: PreparedModel) -> str:
         """Verify ``plan`` and return why it fails; if it passes, keep its verification and return "".
 
         Its segments are verified without a compiler, then its compiled steps are compared with the ``reference``'s.

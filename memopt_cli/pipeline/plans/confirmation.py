@@ -8,7 +8,7 @@ from memopt_cli.errors import UsageError
 from memopt_cli.measure.jobs import MeasureJob, Subject
 from memopt_cli.pipeline.batches.batch_probes import optimizer_state_notes
 from memopt_cli.pipeline.failures import require_answer
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.pipeline.terms import SETTING_FLAGS, fill_in, flags_in_words, settings_naming_code
 from memopt_cli.records import Confirmation, FileHeader, Plan, PredictedStep, StepSettings
 
@@ -45,7 +45,7 @@ def differing_settings(subject: Subject, predicted: PredictedStep | None, header
 
 
 def confirm(
-    prepared: Prepared, plan: Plan, predicted: PredictedStep | None, differing: tuple[str, ...]
+    prepared: PreparedModel, plan: Plan, predicted: PredictedStep | None, differing: tuple[str, ...]
 ) -> Confirmation:
     """Measure the step under ``plan`` here, to show it with ``predicted``.  Raises :class:`MemoptError` if it fails."""
     prepared.progress.stage("measuring a step with the plan")

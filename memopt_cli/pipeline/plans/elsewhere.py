@@ -18,18 +18,18 @@ from memopt_cli.pipeline.plans.goal import budget_in_bytes
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.plans.worth import judge_prediction
 from memopt_cli.pipeline.prediction import predict_one_rank
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import verify_on_few_samples
 from memopt_cli.records import (
-    Counted,
     Differs,
-    Dropped,
+    DroppedPlan,
     LevelRow,
     OptimizeRequest,
     PlanEstimates,
     PlannedRanks,
     RankPrediction,
+    StepPeaks,
     make_prediction,
 )
 from memopt_cli.search.batch_size.capacity import runnable_bytes
@@ -42,7 +42,7 @@ _GRADIENT_COPIES = 2
 """Number of steps whose gradients verification holds at once: the original's and the plan's."""
 
 
-def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
+def find_elsewhere(request: OptimizeRequest, prepared: PreparedModel) -> Findings:
     """Find a plan by dry runs for a step that does not run here, and verify it on a few samples.
 
     For a card, bytes are counted in the blocks of its allocator, and times come from its roofline.  With many ranks,
@@ -91,7 +91,7 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
         findings.verification = verification
         if not verification.passed:
             findings.drop(
-                Dropped(
+                DroppedPlan(
                     plan=plan,
                     peak_bytes=rows[-1].predicted_allocated_peak_bytes,
                     original_bytes=original_count.allocated_peak_bytes,
@@ -101,7 +101,7 @@ def find_elsewhere(request: OptimizeRequest, prepared: Prepared) -> Findings:
     return findings
 
 
-def _check_memory_here(request: OptimizeRequest, prepared: Prepared) -> None:
+def _check_memory_here(request: OptimizeRequest, prepared: PreparedModel) -> None:
     """Raise :class:`MemoryBudgetError` where this machine has too little memory to verify, or to write, the model.
 
     Both happen after the search, and need the whole model.  Checking first spares the user a wasted search.
@@ -125,7 +125,7 @@ def _check_memory_here(request: OptimizeRequest, prepared: Prepared) -> None:
 
 
 def _predict_ranks(
-    first_rank: RankPrediction, prepared: Prepared, original: Counted, within_bytes: int | None
+    first_rank: RankPrediction, prepared: PreparedModel, original: StepPeaks, within_bytes: int | None
 ) -> PlannedRanks:
     """Return predictions of the first rank with and without the plan, and of the last rank with it.
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from memopt_cli.pipeline.batches.batch_advice import BegunAdvice
-from memopt_cli.pipeline.prepare import TAKEN_OFF_NOTE, Prepared, inputs_note, switches_off
+from memopt_cli.pipeline.prepare import TAKEN_OFF_NOTE, PreparedModel, inputs_note, switches_off
 from memopt_cli.records import (
     CompiledRow,
-    Dropped,
+    DroppedPlan,
     LengthRun,
     LevelRow,
     Measurement,
@@ -75,7 +75,7 @@ class Findings:
     """Lengths at which the plan by length exceeds the budget and no other plan was found."""
     compiled: list[CompiledRow] = field(default_factory=list)
     """Plans that were measured for ``--compile``; none without it."""
-    dropped: list[Dropped] = field(default_factory=list)
+    dropped: list[DroppedPlan] = field(default_factory=list)
     """Plans found and not applied, in the order in which they were dropped."""
     own_checkpoints: Measurement | None = None
     """Measurement of the step with the model's own checkpointing on; ``None`` if the model has none, or if that step
@@ -83,13 +83,13 @@ class Findings:
     turns_off: tuple[str, ...] = ()
     """Names of the model's attributes that switch on its own checkpointing.  The plan turns them off."""
 
-    def drop(self, dropped: Dropped) -> None:
+    def drop(self, dropped: DroppedPlan) -> None:
         """Record that the plan of ``dropped`` is not applied, unless a reason for it is recorded already."""
         if all(earlier.plan != dropped.plan for earlier in self.dropped):
             self.dropped.append(dropped)
 
     @classmethod
-    def begin(cls, request: OptimizeRequest, prepared: Prepared) -> Findings:
+    def begin(cls, request: OptimizeRequest, prepared: PreparedModel) -> Findings:
         """Return the findings of ``request`` on ``prepared`` before anything is searched."""
         inputs = inputs_note(prepared.subject.spec)
         return cls(
@@ -105,7 +105,7 @@ class Findings:
         )
 
     @property
-    def decisive(self) -> Dropped | None:
+    def decisive(self) -> DroppedPlan | None:
         """Dropped plan that explains the result, as in :attr:`memopt_cli.records.MemOptSummary.decisive`."""
         failed = self.verification is not None and not self.verification.passed
         return decisive(self.dropped) if failed or self.plan.is_empty else None

@@ -16,14 +16,14 @@ from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.worth import judge_measurement
 from memopt_cli.records import (
     LOWER_SHARE,
-    Counted,
-    Dropped,
+    DroppedPlan,
     Failure,
     LevelRow,
     Measurement,
     NotRun,
     Plan,
     Reason,
+    StepPeaks,
     TooSlow,
 )
 from memopt_cli.records.progress import ignore
@@ -47,12 +47,12 @@ IN_BACKWARD_NOTE = (
 class InBackwardPlans:
     """The plans of a search with the optimizer in backward, which is predicted to cost no time."""
 
-    count: Callable[[Plan], Counted | Failure | NotTried]
+    count: Callable[[Plan], StepPeaks | Failure | NotTried]
     measurements: PlanMeasurements
     fault: Callable[[Plan], Reason | None]
     """Function that verifies a plan, and returns why it fails or ``None``."""
     max_slowdown: float
-    drop: Callable[[Dropped], object]
+    drop: Callable[[DroppedPlan], object]
     """Function that records a plan as not applied."""
     is_allowed: bool
     """Whether `--optimizer-in-backward` is given, and no plan with it has failed so far."""
@@ -63,7 +63,7 @@ class InBackwardPlans:
             return None
         plan = replace(priced.plan, in_backward=True)
         answer = self.count(plan)
-        if isinstance(answer, Counted):
+        if isinstance(answer, StepPeaks):
             lower_priced = replace(priced, plan=plan, counted=answer, level=find_level(plan))
             return lower_priced if lower_priced.peak_bytes <= (1 - LOWER_SHARE) * priced.peak_bytes else None
         if not isinstance(answer, NotTried):
@@ -125,10 +125,10 @@ class InBackwardPlans:
         peak_bytes, original_bytes = (
             measurement.allocated_peak_bytes if measurement is not None else None for measurement in measurements
         )
-        self.drop(Dropped(plan=plan, peak_bytes=peak_bytes, original_bytes=original_bytes, why=reason))
+        self.drop(DroppedPlan(plan=plan, peak_bytes=peak_bytes, original_bytes=original_bytes, why=reason))
 
 
-def _gradient_bytes(dry_run: Counted) -> int:
+def _gradient_bytes(dry_run: StepPeaks) -> int:
     """Return an upper bound of the bytes saved: gradients at the peak, and the optimizer's temporaries for them."""
     breakdown = dry_run.breakdown
     return breakdown.gradients_bytes + breakdown.temporaries_bytes if breakdown.gradients_bytes else 0

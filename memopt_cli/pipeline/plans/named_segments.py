@@ -11,15 +11,15 @@ from memopt_cli.pipeline.own_checkpoints import without_own_checkpoints
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.proof import Prover
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.records import Dropped, LevelRow, Measurement, NotRun, OptimizeRequest
+from memopt_cli.records import DroppedPlan, LevelRow, Measurement, NotRun, OptimizeRequest
 from memopt_cli.search.plan.policy import select, skipped_step
 from memopt_cli.search.plan.targets import find_named_modules, find_refusals, refusal_notes, segments_plan
 from memopt_cli.text.units import format_bytes
 
 
-def find_named_segments(request: OptimizeRequest, prepared: Prepared) -> Findings:
+def find_named_segments(request: OptimizeRequest, prepared: PreparedModel) -> Findings:
     """Make segments of the modules that ``request`` names, within its limits; measure and verify the plan.
 
     Segments whose results differ from the original's are left out and reported.
@@ -50,7 +50,7 @@ def find_named_segments(request: OptimizeRequest, prepared: Prepared) -> Finding
     row = LevelRow(level=1, plan=plan, outcome=outcome, dry_runs=0, search_s=time.monotonic() - started)
     findings.rows.append(row)
     if not isinstance(outcome, Measurement):
-        findings.drop(Dropped(plan=plan, peak_bytes=None, original_bytes=None, why=NotRun(failure=outcome)))
+        findings.drop(DroppedPlan(plan=plan, peak_bytes=None, original_bytes=None, why=NotRun(failure=outcome)))
     prover = Prover(measurements=measurements, findings=findings, always_applies_chosen=True)
     row, findings.verification = prover.prove(row)
     findings.plan, findings.applied_level = row.plan, row.level

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from memopt_cli.errors import UsageError
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.records import OptimizeRequest, PlaceName, Plan, SearchOptions, StepTrace
 from memopt_cli.text.units import exact_bytes, format_bytes
 
@@ -19,7 +19,7 @@ _MEMORY_FILE_SYSTEMS: Final = ("tmpfs", "ramfs")
 _NAME_FOLDER_HINT: Final = "Name a folder on a disk: `--offload disk:FOLDER`."
 
 
-def with_place(request: OptimizeRequest, prepared: Prepared) -> Prepared:
+def with_place(request: OptimizeRequest, prepared: PreparedModel) -> PreparedModel:
     """Return ``prepared`` with the place where plans may send tensors, by default host memory for a step on a GPU.
 
     Raises :class:`UsageError` for a place that cannot be written to, or where tensors would save no memory.

@@ -30,13 +30,12 @@ from memopt_cli.pipeline.plans.result_writer import ResultWriter
 from memopt_cli.pipeline.plans.shown import check_frontier_target, check_original, check_shown, with_shown_plans
 from memopt_cli.pipeline.plans.started_search import StartedSearch, start_search
 from memopt_cli.pipeline.plans.worth import judge_measurement
-from memopt_cli.pipeline.prepare import Prepared, load_request_for, prepare
+from memopt_cli.pipeline.prepare import PreparedModel, load_request_for, prepare
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.terms import command_line
 from memopt_cli.records import (
     STEP,
-    Counted,
-    Dropped,
+    DroppedPlan,
     LevelRow,
     Measurement,
     NotRun,
@@ -45,6 +44,7 @@ from memopt_cli.records import (
     ParetoPoint,
     Plan,
     ShownFrontier,
+    StepPeaks,
     Verification,
 )
 from memopt_cli.records.progress import Ask, Progress
@@ -89,7 +89,7 @@ def optimize(request: OptimizeRequest, *, progress: Progress, ask: Ask | None) -
     return writer.result()
 
 
-def find_plan(request: OptimizeRequest, prepared: Prepared) -> Findings:
+def find_plan(request: OptimizeRequest, prepared: PreparedModel) -> Findings:
     """Find a plan for ``prepared``, by runs here or by estimates; for a range of a dimension, find a plan by length.
 
     If the model checkpoints by itself, its own checkpointing is turned off first, where possible.  The findings may
@@ -109,7 +109,7 @@ def find_plan(request: OptimizeRequest, prepared: Prepared) -> Findings:
     return findings
 
 
-def find_here(request: OptimizeRequest, prepared: Prepared) -> Findings:
+def find_here(request: OptimizeRequest, prepared: PreparedModel) -> Findings:
     """Find a plan for ``prepared`` at the sizes of its inputs: search, measure and verify."""
     options = request.search.options
     measurements = PlanMeasurements(prepared=prepared, warm_up=options.warmup_in_profile_workers)
@@ -159,7 +159,7 @@ class _PlanSearch:
     """Row of the level whose plan is to be applied; ``None`` for the original."""
 
     @property
-    def prepared(self) -> Prepared:
+    def prepared(self) -> PreparedModel:
         """Model without a plan."""
         return self.measurements.prepared
 
@@ -265,7 +265,7 @@ class _PlanSearch:
     def _carried_peak(self, search: StartedSearch) -> str:
         """Return the peak under the model's present plan, which it keeps, as text; empty if it has none."""
         counted = None if self.prepared.carried.is_empty else search.count_late(self.prepared.carried)
-        peak = format_bytes(counted.allocated_peak_bytes) if isinstance(counted, Counted) else ""
+        peak = format_bytes(counted.allocated_peak_bytes) if isinstance(counted, StepPeaks) else ""
         return peak and f"the plan on the model takes about {peak}"
 
     def _explain_commands(self) -> Iterator[str]:
@@ -498,7 +498,7 @@ class _PlanSearch:
             self.findings.notes += loop_notes(modules)
         failures = search.planner.dry_runs.failures
         for failed, failure in [*failures.items()][:1]:  # the first dry run that failed, before any plan was dropped
-            dropped = Dropped(plan=failed, peak_bytes=None, original_bytes=None, why=NotRun(failure=failure))
+            dropped = DroppedPlan(plan=failed, peak_bytes=None, original_bytes=None, why=NotRun(failure=failure))
             self.findings.dropped.insert(0, dropped)
         refused = [dropped.plan for dropped in self.findings.dropped]
         self.findings.faster, self.findings.smaller = search.planner.neighbours(plan, refused)

@@ -10,7 +10,7 @@ from typing import Any
 from memopt_cli.measure.jobs import NEAR_SHARE, ORIGINAL, MeasureAnswer, MeasureJob, TimeInTurnsAnswer, TimeInTurnsJob
 from memopt_cli.measure.runner import Session
 from memopt_cli.pipeline.failures import raise_failure
-from memopt_cli.pipeline.prepare import Prepared
+from memopt_cli.pipeline.prepare import PreparedModel
 from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import MeasuredSteps
 from memopt_cli.records import Failure, LevelRow, Measurement, OutOfMemory, Plan, slowdown_in
@@ -27,7 +27,7 @@ _UNUSABLE_SLOWDOWN = 10.0
 class PlanMeasurements:
     """A cache of measurements by plan."""
 
-    prepared: Prepared
+    prepared: PreparedModel
     warm_up: bool
     """Whether to take a step before the timed ones."""
     _found: dict[Plan, MeasureAnswer | Failure] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class PlanMeasurements:
         answer = self._found.get(plan)
         return answer.measurement if isinstance(answer, MeasureAnswer) else None
 
-    def _prepared_for(self, plan: Plan) -> Prepared:
+    def _prepared_for(self, plan: Plan) -> PreparedModel:
         """Return the model to measure ``plan`` on.
 
         Without a measurement of the original there is no fingerprint to compare with.  Segments then check by
@@ -74,8 +74,8 @@ class PlanMeasurements:
         """Measure ``plan`` in ``session``."""
         return measurement_in(self.answer_in(session, plan))
 
-    def answer_in(self, session: Session | Prepared, plan: Plan) -> MeasureAnswer | Failure:
-        """Measure ``plan`` in ``session``, or in a new subprocess for a :class:`Prepared`, and keep the answer."""
+    def answer_in(self, session: Session | PreparedModel, plan: Plan) -> MeasureAnswer | Failure:
+        """Measure ``plan`` in ``session``, or in a new subprocess for a :class:`PreparedModel`, and keep the answer."""
         answer = self._found[plan] = session.ask(MeasureJob(plan=plan, warm_up=self.warm_up))
         return answer
 

@@ -21,7 +21,7 @@ from memopt_cli.pipeline.sessions import Sessions
 from memopt_cli.pipeline.verification import fault_in, verify_by_fingerprints, verify_plan
 from memopt_cli.records import (
     Differs,
-    Dropped,
+    DroppedPlan,
     Failure,
     LeftOut,
     LevelRow,
@@ -182,7 +182,7 @@ class Prover:
             peak_bytes = row.outcome.allocated_peak_bytes
         original = self.measurements.known(ORIGINAL)
         self.findings.drop(
-            Dropped(
+            DroppedPlan(
                 plan=row.plan,
                 peak_bytes=peak_bytes,
                 original_bytes=None if original is None else original.allocated_peak_bytes,

@@ -21,7 +21,7 @@ from memopt_cli.pipeline.memory.profiling import record_step, scaled_to_measurem
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.shown import frontier_path, write_shown
 from memopt_cli.pipeline.plans.summary import summarize
-from memopt_cli.pipeline.prepare import Prepared, file_header, model_writer, reader_notes
+from memopt_cli.pipeline.prepare import PreparedModel, file_header, model_writer, reader_notes
 from memopt_cli.records import (
     STEP,
     BatchAdvice,
@@ -45,7 +45,7 @@ class ResultWriter:
     """The files of one optimization, and the stages that follow the plan: the batch that fits, and recorded steps."""
 
     request: OptimizeRequest
-    prepared: Prepared
+    prepared: PreparedModel
     findings: Findings
     paths: OutputPaths
     started: float

@@ -17,7 +17,7 @@ from memopt_cli.files.outputs import output_paths
 from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.frontier import check_pick
 from memopt_cli.pipeline.plans.goal import FRONTIER_SLOWDOWN
-from memopt_cli.pipeline.prepare import Prepared, file_header, typed_inputs
+from memopt_cli.pipeline.prepare import PreparedModel, file_header, typed_inputs
 from memopt_cli.pipeline.terms import (
     differences,
     fill_in,
@@ -168,7 +168,7 @@ def _option_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def check_shown(request: OptimizeRequest, prepared: Prepared) -> None:
+def check_shown(request: OptimizeRequest, prepared: PreparedModel) -> None:
     """Raise :class:`UsageError` if the plans to pick from were shown for a different step from ``prepared``."""
     if request.shown is None:
         return
@@ -216,7 +216,7 @@ def _short_hash(sha256: str | None) -> str:
     return "" if sha256 is None else f"with hash {sha256[:_MAX_HASH_DIGITS]}"
 
 
-def write_shown(request: OptimizeRequest, prepared: Prepared, findings: Findings) -> list[Path]:
+def write_shown(request: OptimizeRequest, prepared: PreparedModel, findings: Findings) -> list[Path]:
     """Write the frontier in ``findings`` next to the model and return its path; if that fails, add a note instead.
 
     The folder may be read-only.  Without the file, ``--pick`` only has to search again.
@@ -234,7 +234,7 @@ def write_shown(request: OptimizeRequest, prepared: Prepared, findings: Findings
     return [path]
 
 
-def _empty_frontier(request: OptimizeRequest, prepared: Prepared) -> ShownFrontier:
+def _empty_frontier(request: OptimizeRequest, prepared: PreparedModel) -> ShownFrontier:
     options = request.search.options
     if request.search.asked_slowdown is None:
         options = replace(options, max_slowdown=FRONTIER_SLOWDOWN)

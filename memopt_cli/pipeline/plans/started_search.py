@@ -14,7 +14,16 @@ from memopt_cli.pipeline.plans.findings import Findings
 from memopt_cli.pipeline.plans.offload_place import room_notes
 from memopt_cli.pipeline.search_probes import SearchProbes, planner_probes
 from memopt_cli.pipeline.sessions import Sessions
-from memopt_cli.records import Counted, Failure, LevelRow, Measurement, OptimizeRequest, Plan, SearchGoal, SearchOptions
+from memopt_cli.records import (
+    Failure,
+    LevelRow,
+    Measurement,
+    OptimizeRequest,
+    Plan,
+    SearchGoal,
+    SearchOptions,
+    StepPeaks,
+)
 from memopt_cli.search.plan.dry_runs import PricedPlan
 from memopt_cli.search.plan.interface import NotTried
 from memopt_cli.search.plan.planner import Planner
@@ -34,7 +43,7 @@ class StartedSearch:
     """A recorded step of the original, and a planner that can ask questions about it."""
 
     traced: TraceAnswer
-    original_dry_run: Counted
+    original_dry_run: StepPeaks
     """A dry run of the original."""
     original: LevelRow
     """Row of the original as first measured; without an outcome where it is not run here."""
@@ -65,7 +74,7 @@ class StartedSearch:
         )
         return row.predicted(priced.counted) if self.traced.has_dry_runs else row
 
-    def count_late(self, plan: Plan) -> Counted | Failure | NotTried:
+    def count_late(self, plan: Plan) -> StepPeaks | Failure | NotTried:
         """Count ``plan`` by a dry run, even if the time of the search is over."""
         return self.probes.ask_late(CountJob(plan=plan, fake=self.traced.has_dry_runs))
 

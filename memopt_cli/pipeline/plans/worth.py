@@ -6,7 +6,7 @@ import math
 
 from memopt_cli.records import (
     LOWER_SHARE,
-    Dropped,
+    DroppedPlan,
     Failure,
     LevelRow,
     Measurement,
@@ -27,7 +27,7 @@ _EQUAL_SHARE = 0.01
 """The peaks of a plan and of the model's own checkpoints are equal if they differ by at most this share."""
 
 
-def judge_prediction(plan: Plan, peak_bytes: int, original_bytes: int, slowdown: float) -> Dropped | None:
+def judge_prediction(plan: Plan, peak_bytes: int, original_bytes: int, slowdown: float) -> DroppedPlan | None:
     """Judge by its predicted peak and slowdown whether ``plan`` is worth measuring; return ``None`` if it is."""
     if plan.is_empty:
         return None
@@ -37,7 +37,7 @@ def judge_prediction(plan: Plan, peak_bytes: int, original_bytes: int, slowdown:
 
 def judge_measurement(
     row: LevelRow, original: Measurement | Failure, max_slowdown: float, *, counts_error: bool = True
-) -> Dropped | None:
+) -> DroppedPlan | None:
     """Judge by its measurement whether the plan of ``row`` is worth its time; return ``None`` if it is.
 
     If the original does not run, any plan that runs is worth its time.  ``counts_error``: whether the error of the
@@ -50,7 +50,7 @@ def judge_measurement(
     if not isinstance(outcome, Measurement):
         reason = NotRun(failure=outcome)
         predicted_bytes = row.predicted_allocated_peak_bytes
-        return Dropped(plan=row.plan, peak_bytes=predicted_bytes, original_bytes=original_bytes, why=reason)
+        return DroppedPlan(plan=row.plan, peak_bytes=predicted_bytes, original_bytes=original_bytes, why=reason)
     if not isinstance(original, Measurement):
         return None
     peaks = outcome.allocated_peak_bytes, original.allocated_peak_bytes
@@ -67,7 +67,7 @@ def judge_own_checkpoints(
     own: Measurement | None,
     budget_bytes: int | None,
     max_slowdown: float = math.inf,
-) -> Dropped | None:
+) -> DroppedPlan | None:
     """Judge whether the model's ``own`` checkpoints do better than the plan of ``row``; return ``None`` if not.
 
     "Better" means, with a budget, a shorter step.  Without, it means a lower peak within ``max_slowdown`` times the
@@ -93,10 +93,10 @@ def judge_own_checkpoints(
     return _make_dropped(row.plan, reason, *peaks)
 
 
-def _make_dropped(plan: Plan, reason: Reason | None, peak_bytes: int, original_bytes: int) -> Dropped | None:
+def _make_dropped(plan: Plan, reason: Reason | None, peak_bytes: int, original_bytes: int) -> DroppedPlan | None:
     if reason is None:
         return None
-    return Dropped(plan=plan, peak_bytes=peak_bytes, original_bytes=original_bytes, why=reason)
+    return DroppedPlan(plan=plan, peak_bytes=peak_bytes, original_bytes=original_bytes, why=reason)
 
 
 def _saves_too_little(

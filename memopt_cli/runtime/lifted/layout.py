@@ -144,7 +144,7 @@ def _only_user(node: Node, users: Mapping[int, Sequence[int]]) -> int | None:
     return output_users[0] if len(output_users) == 1 else None
 
 
-class Needed:
+class NeededValues:
     """The values that are needed after a statement, by later ones of its block or by what follows the block."""
 
     def __init__(self, last: dict[int, int], index: int, outer: Container[int], ending: Iterable[int] = ()) -> None:

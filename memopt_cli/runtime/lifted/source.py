@@ -27,7 +27,7 @@ from typing import Any, Final
 
 from memopt_cli.runtime.lifted.allowed import LIBRARIES
 from memopt_cli.runtime.lifted.expressions import Expressions, Names, literal
-from memopt_cli.runtime.lifted.layout import ATOMS, Block, Layout, Needed, Node
+from memopt_cli.runtime.lifted.layout import ATOMS, Block, Layout, NeededValues, Node
 from memopt_cli.runtime.lifted.operators import EXPRESSIONS, FUNCTIONS
 from memopt_cli.runtime.lifted.program import tuple_name, walk_nodes
 from memopt_cli.runtime.lifted.variables import Variables
@@ -114,7 +114,7 @@ class _Writer:
             if node[0] in ATOMS or places[index] != index:
                 self.expressions.write_inline(node)
             elif tail and index == last and node[0] == "if" and node[3] == results:
-                _branches(self, node, {}, Needed({}, 0, (), needed[index].ending), tail=True)
+                _branches(self, node, {}, NeededValues({}, 0, (), needed[index].ending), tail=True)
                 return ()
             else:
                 write = None if self.layout.is_expression(node) else _STATEMENTS.get(node[0])
@@ -125,7 +125,7 @@ class _Writer:
             self.line(f"return {self.expressions.text(results[0]) if results else None}")
         return needed[len(nodes)].ending
 
-    def _needed_values(self, block: Block, places: list[int], outer: Container[int]) -> list[Needed]:
+    def _needed_values(self, block: Block, places: list[int], outer: Container[int]) -> list[NeededValues]:
         """Return the values needed after the statement at each place; the last item: those needed before the first.
 
         Example, with an operator ``f`` on tensors: the nodes ``c = a * b``, ``d = c // 2`` and ``e = f(d)`` make one
@@ -139,7 +139,10 @@ class _Writer:
         ending: list[list[int]] = [[] for _ in places]
         for value, place in last.items():
             ending[place].append(value)
-        return [*(Needed(last, i, outer, values) for i, values in enumerate(ending)), Needed(last, -1, outer)]
+        return [
+            *(NeededValues(last, i, outer, values) for i, values in enumerate(ending)),
+            NeededValues(last, -1, outer),
+        ]
 
     def inner(
         self,
@@ -179,7 +182,7 @@ class _Writer:
 
     # ------------------------------------------------------------------------------------------ variables
 
-    def define(self, values: Iterable[int], after: Needed) -> list[str]:
+    def define(self, values: Iterable[int], after: NeededValues) -> list[str]:
         """Return variables for ``values``, the results of a statement after which those in ``after`` are needed."""
         # In ``x = relu(x)`` the new value takes over the name of the old one, whose last use is in this statement.
         for value in after.ending:
@@ -205,7 +208,7 @@ class _Writer:
 # ---------------------------------------------------------------------------------------------- statements
 
 
-def _write_expression(writer: _Writer, node: Node, after: Needed) -> None:
+def _write_expression(writer: _Writer, node: Node, after: NeededValues) -> None:
     text = writer.expressions.renderer(node)()
     needed = [value for value in node[3] if value in after or node[0] == "unpack"]
     names = writer.define(needed, after)
@@ -215,7 +218,7 @@ def _write_expression(writer: _Writer, node: Node, after: Needed) -> None:
     writer.line(f"{target} = {text}" if names else text)
 
 
-def _write_set(writer: _Writer, node: Node, after: Needed) -> None:
+def _write_set(writer: _Writer, node: Node, after: NeededValues) -> None:
     (operand,) = node[2]
     is_data = type(operand) is tuple or operand in writer.data
     value = (
@@ -226,18 +229,18 @@ def _write_set(writer: _Writer, node: Node, after: Needed) -> None:
     writer.line(f"{writer.expressions.attribute(node[1])} = {value}")
 
 
-def _write_raise(writer: _Writer, node: Node, after: Needed) -> None:
+def _write_raise(writer: _Writer, node: Node, after: NeededValues) -> None:
     message, *_ = node[2]
     writer.line(f"raise {writer.expressions.global_name('ScriptError')}({writer.expressions.text(message)})")
 
 
-def _output_variables(writer: _Writer, node: Node, after: Needed) -> dict[str, int]:
+def _output_variables(writer: _Writer, node: Node, after: NeededValues) -> dict[str, int]:
     """Map a variable for each needed output of ``node``, an ``if`` or ``grad``, to the position of the output."""
     positions = [position for position, value in enumerate(node[3]) if value in after]
     return dict(zip(writer.define([node[3][i] for i in positions], after), positions, strict=True))
 
 
-def _write_if(writer: _Writer, node: Node, after: Needed) -> None:
+def _write_if(writer: _Writer, node: Node, after: NeededValues) -> None:
     outputs = _output_variables(writer, node, after)
     _branches(writer, node, outputs, after, tail=False)
     for value in writer.variables.held(value for value in after.ending if value not in after):
@@ -250,7 +253,7 @@ def _bind_outputs(writer: _Writer, node: Node, outputs: dict[str, int]) -> None:
         writer.variables.bind(name, node[3][position])
 
 
-def _branches(writer: _Writer, node: Node, outputs: dict[str, int], after: Needed, *, tail: bool) -> None:
+def _branches(writer: _Writer, node: Node, outputs: dict[str, int], after: NeededValues, *, tail: bool) -> None:
     _, _, (operand, *_), _, blocks = node
     condition, branches = writer.expressions.text(operand), []
     for block in blocks:
@@ -267,7 +270,7 @@ def _branches(writer: _Writer, node: Node, outputs: dict[str, int], after: Neede
         writer.lines += otherwise
 
 
-def _write_grad(writer: _Writer, node: Node, after: Needed) -> None:
+def _write_grad(writer: _Writer, node: Node, after: NeededValues) -> None:
     (block,), outputs = node[4], _output_variables(writer, node, after)
     inner = writer.inner(block, after, after.ending, {n: block[2][i] for n, i in outputs.items()})
     _bind_outputs(writer, node, outputs)
@@ -275,7 +278,7 @@ def _write_grad(writer: _Writer, node: Node, after: Needed) -> None:
     writer.lines += inner or [f"{'    ' * (writer.indent + 1)}pass"]
 
 
-def _write_loop(writer: _Writer, node: Node, after: Needed) -> None:
+def _write_loop(writer: _Writer, node: Node, after: NeededValues) -> None:
     _, _, (rounds, condition, *starts), outputs, (block,) = node
     parameters, _, results = block
     count, first = writer.expressions.text(rounds), writer.expressions.text(condition)
@@ -308,7 +311,7 @@ def _write_loop(writer: _Writer, node: Node, after: Needed) -> None:
     writer.lines += inner or [f"{'    ' * (writer.indent + 1)}pass"]
 
 
-def _carried_variables(writer: _Writer, node: Node, after: Needed) -> list[str]:
+def _carried_variables(writer: _Writer, node: Node, after: NeededValues) -> list[str]:
     """Return the variables that the loop ``node`` carries from round to round.
 
     A starting value that nothing else needs gives its own variable: ``h = zeros(…)`` before the loop, ``h = cell(h)``
@@ -337,7 +340,7 @@ class _NeededInLoop:
     """The position in ``variables`` at which the loop starts."""
     parameters: frozenset[int]
     """The values that are parameters of the block."""
-    after: Needed
+    after: NeededValues
     """The values needed after the whole loop."""
 
     def __contains__(self, value: object) -> bool:
@@ -364,7 +367,7 @@ def _known_data(block: Block, known: set[int]) -> set[int]:
     return known
 
 
-_STATEMENTS: Final[dict[str, Callable[[_Writer, Node, Needed], None]]] = {
+_STATEMENTS: Final[dict[str, Callable[[_Writer, Node, NeededValues], None]]] = {
     "set": _write_set,
     "raise": _write_raise,
     "if": _write_if,

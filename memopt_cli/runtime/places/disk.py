@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from memopt_cli.runtime.places.interface import Place, Sent, warn_once
+from memopt_cli.runtime.places.interface import Place, SentBytes, warn_once
 
 _SECTOR: Final = 4096
 """Number of bytes to whose multiples addresses, offsets and sizes are rounded, as ``O_DIRECT`` requires."""
@@ -177,7 +177,7 @@ class Disk(Place):
     def room_bytes(self) -> int:
         return shutil.disk_usage(self.folder).free
 
-    def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Sent | None:
+    def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> SentBytes | None:
         if not self._is_open():
             return None
         size = -(-nbytes // _SECTOR) * _SECTOR
@@ -292,7 +292,7 @@ def _stop_passing_cache(file: int) -> bool:
     return True
 
 
-class _InFile(Sent):
+class _InFile(SentBytes):
     def __init__(self, disk: Disk, writing: _Job, size: int) -> None:
         super().__init__(writing.nbytes)
         self._disk, self._writing, self._size = disk, writing, size

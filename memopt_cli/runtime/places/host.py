@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from memopt_cli.runtime.places.interface import Place, Sent, warn_once
+from memopt_cli.runtime.places.interface import Place, SentBytes, warn_once
 from memopt_cli.runtime.private_torch import unseen
 
 _CGROUPS: Final = (
@@ -91,7 +91,7 @@ class Host(Place):
     def room_bytes(self) -> int:
         return self._blocks.max_bytes
 
-    def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Sent | None:
+    def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> SentBytes | None:
         try:
             block = self._blocks.take(nbytes)
         except MemoryError as error:
@@ -100,7 +100,7 @@ class Host(Place):
         return _InHost(self._blocks, block, storage, start, nbytes)
 
 
-class _InHost(Sent):
+class _InHost(SentBytes):
     def __init__(self, blocks: _Blocks, block: _Block, storage: torch.UntypedStorage, start: int, nbytes: int) -> None:
         super().__init__(nbytes)
         self._blocks, self._block, self._device = blocks, block, storage.device

@@ -21,7 +21,7 @@ DEVICE: Final = "device"
 DISK: Final = "disk"
 
 
-class Sent(ABC):
+class SentBytes(ABC):
     """Bytes that are on their way to a place, wait there, or come back."""
 
     def __init__(self, nbytes: int) -> None:
@@ -65,14 +65,14 @@ class Place(ABC):
         """Return the largest number of bytes that may wait here, if nothing of this process waits here yet."""
 
     @abstractmethod
-    def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Sent | None:
+    def send(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> SentBytes | None:
         """Begin to send ``nbytes`` of ``storage`` from byte ``start`` on; ``None`` if the place takes no more.
 
-        The storage must live, and not be written, until :meth:`Sent.wait_until_sent` or :meth:`Sent.release`.
+        The storage must live, and not be written, until :meth:`SentBytes.wait_until_sent` or :meth:`SentBytes.release`.
         """
 
 
-class SentWithoutData(Sent):
+class SentWithoutData(SentBytes):
     """Bytes of a dry run, which come and go without being there."""
 
     def wait_until_sent(self) -> bool:

@@ -24,9 +24,9 @@ from weakref import WeakValueDictionary, ref
 import torch
 from torch import Tensor
 
-from memopt_cli.runtime.compressor import Packed, internal_tensors, is_dense
+from memopt_cli.runtime.compressor import PackedTensor, internal_tensors, is_dense
 from memopt_cli.runtime.copies import version_of
-from memopt_cli.runtime.places.interface import DEVICE, DISK, Place, Sent, SentWithoutData, waiting, warn_once
+from memopt_cli.runtime.places.interface import DEVICE, DISK, Place, SentBytes, SentWithoutData, waiting, warn_once
 from memopt_cli.runtime.private_torch import (
     count_holders,
     has_memory,
@@ -73,7 +73,7 @@ class Parcel:
         """The parcel completed before this one, which backward needs next; ``None`` if this is the first parcel."""
         self._is_fetched = False
 
-    def take(self, packed: Packed) -> Packed | PackedAway:
+    def take(self, packed: PackedTensor) -> PackedTensor | PackedAway:
         """Begin to send the data of ``packed``; return what gives it back, or ``packed`` itself if it stays."""
         # The parts of a concatenation are stored elsewhere as well, and would stay anyway.
         if packed.parts or not packed.data:
@@ -149,7 +149,7 @@ class ParcelSeries:
             self.complete()
         self._saves += 1
 
-    def take(self, packed: Packed) -> Packed | PackedAway:
+    def take(self, packed: PackedTensor) -> PackedTensor | PackedAway:
         """Begin to send the data of ``packed``, like :meth:`Parcel.take`."""
         return self._parcel.take(packed)
 
@@ -167,9 +167,9 @@ class _Part:
         "uses",
     )
 
-    def __init__(self, sent: Sent, parcel: Parcel, tensor: Tensor) -> None:
+    def __init__(self, sent: SentBytes, parcel: Parcel, tensor: Tensor) -> None:
         self._parcel, self._device, self._address = parcel, tensor.device, _address_of(tensor)
-        self._sent: Sent | None = sent
+        self._sent: SentBytes | None = sent
         """The part's bytes on their way, or in the place; ``None`` if the part stays here."""
         self._tensors: list[tuple[Tensor, int]] = []
         """The tensors and others in their memory, each with its version; empty once they are freed."""
@@ -296,7 +296,7 @@ class PackedAway:
     """A stored tensor whose data waits in a place."""
 
     data: tuple[Tensor | Handle, ...]
-    form: Packed
+    form: PackedTensor
     """The stored tensor without its data."""
 
     def note_use(self) -> None:
@@ -305,7 +305,7 @@ class PackedAway:
             if isinstance(tensor, Handle):
                 tensor.part.uses += 1
 
-    def get(self) -> Packed:
+    def get(self) -> PackedTensor:
         """Return the stored tensor."""
         data = tuple(tensor.get() if isinstance(tensor, Handle) else tensor for tensor in self.data)
         version = None if self.form.version is None else version_counter(data[0])
@@ -319,7 +319,7 @@ def _can_be_sent(tensor: Tensor) -> bool:
     return tensor.nbytes >= _MIN_SENT_BYTES and not (tensor.is_quantized or tensor.is_neg() or tensor.is_conj())
 
 
-def fetch(stored: Packed | PackedAway) -> Packed:
+def fetch(stored: PackedTensor | PackedAway) -> PackedTensor:
     """Return ``stored``, with its data fetched if it waits in a place."""
     return stored.get() if isinstance(stored, PackedAway) else stored
 
@@ -335,7 +335,7 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     return 0, tensor.untyped_storage().nbytes()
 
 
-def _begin_to_send(place: str, tensor: Tensor, start: int, nbytes: int) -> Sent | None:
+def _begin_to_send(place: str, tensor: Tensor, start: int, nbytes: int) -> SentBytes | None:
     """Begin to send a part of the storage of ``tensor``; ``None`` if it stays."""
     target = place_named(place)
     if reason := target.refusal(tensor.device):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memopt_cli.records import Counted, Failure, Plan
+from memopt_cli.records import Failure, Plan, StepPeaks
 from memopt_cli.search.plan.interface import NotTried, Probes
 from memopt_cli.search.plan.levels import find_level
 from memopt_cli.search.plan.proposals import Proposals
@@ -21,7 +21,7 @@ class PricedPlan:
     """A plan with its peak, counted by a dry run, and its slowdown, predicted by the cost model."""
 
     plan: Plan
-    counted: Counted
+    counted: StepPeaks
     level: int
     """Lowest level at which the whole plan is allowed."""
     slowdown: float
@@ -36,7 +36,9 @@ class PricedPlan:
 class DryRuns:
     """The dry runs of a search, shared by all levels and budgets: a plan counted for one may be best for another."""
 
-    def __init__(self, probes: Probes, original: Counted, *, sends_from: int = 0, room_bytes: float = math.inf) -> None:
+    def __init__(
+        self, probes: Probes, original: StepPeaks, *, sends_from: int = 0, room_bytes: float = math.inf
+    ) -> None:
         """Begin with the ``original``, the empty plan.
 
         A plan with tensors sent to another place is of level ``sends_from`` or higher, and cannot run if it sends more
@@ -62,9 +64,9 @@ class DryRuns:
             counted = self._probes.count(plan)
             if isinstance(counted, NotTried):
                 raise TimeIsUp
-            if isinstance(counted, Counted) and counted.elsewhere_bytes > self._room_bytes:
+            if isinstance(counted, StepPeaks) and counted.elsewhere_bytes > self._room_bytes:
                 self._priced[plan] = None
-            elif isinstance(counted, Counted):
+            elif isinstance(counted, StepPeaks):
                 slowdown = proposals.slowdown(plan)
                 level = max(find_level(plan), self._sends_from if plan.sends else 0)
                 self._priced[plan] = PricedPlan(plan=plan, counted=counted, level=level, slowdown=slowdown)

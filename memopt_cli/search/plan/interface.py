@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from memopt_cli.records import ChunkRule, Counted, Failure, Plan, Refused, StepTrace
+from memopt_cli.records import ChunkRule, Failure, Plan, Refused, StepPeaks, StepTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class NotTried:
 class Probes:
     """Callables that a search asks about the model; dry runs or profiling subprocesses answer."""
 
-    count: Callable[[Plan], Counted | Failure | NotTried]
+    count: Callable[[Plan], StepPeaks | Failure | NotTried]
     """Counts the peaks of one step under a plan, by a dry run."""
     chunking: Callable[[str], ChunkRule | Refused]
     """Answers whether, and how, the module at a path may run in chunks."""

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from memopt_cli.records import ModuleTrace, Plan, SearchOptions
 from memopt_cli.search.plan.schedules import SegmentLimits, count_segments
-from memopt_cli.search.plan.segment_schedules import Allowed
+from memopt_cli.search.plan.segment_schedules import PlanPermissions
 from memopt_cli.search.plan.targets import find_named_modules
 from memopt_cli.text.paths import is_within
 
@@ -22,7 +22,9 @@ KEPT = 4
 """Minimum level with segments that keep outputs."""
 
 
-def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace], limits: SegmentLimits) -> Allowed:
+def allowed_at(
+    level: int, options: SearchOptions, modules: Sequence[ModuleTrace], limits: SegmentLimits
+) -> PlanPermissions:
     """Return the permissions of ``level`` under ``options`` and ``limits``.
 
     If the user named modules, level 1 may put segments only on these modules, and higher levels also on their parts.
@@ -37,7 +39,7 @@ def allowed_at(level: int, options: SearchOptions, modules: Sequence[ModuleTrace
         is_part = options.parts is None or path in options.parts
         return level >= NESTED and is_part and any(is_within(path, named_path) for named_path in named_paths)
 
-    return Allowed(
+    return PlanPermissions(
         targets=is_target,
         chunkable=lambda path: options.chunkable is None or path in options.chunkable,
         nested=level >= NESTED,

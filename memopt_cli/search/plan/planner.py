@@ -14,12 +14,12 @@ from dataclasses import replace
 
 from memopt_cli.records import (
     LOWER_SHARE,
-    Counted,
     Outlook,
     PlaceName,
     Plan,
     Refused,
     SearchOptions,
+    StepPeaks,
     StepTrace,
 )
 from memopt_cli.search.plan.chunk_trials import cut_segments
@@ -62,7 +62,7 @@ class Planner:
     def __init__(
         self,
         trace: StepTrace,
-        original: Counted,
+        original: StepPeaks,
         probes: Probes,
         options: SearchOptions,
         *,

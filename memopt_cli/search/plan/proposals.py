@@ -11,7 +11,7 @@ from memopt_cli.records import ChunkRule, Plan, Prediction, SegmentPlan, StepTra
 from memopt_cli.search.plan.block_tree import block_tree
 from memopt_cli.search.plan.cost_model import CostModel
 from memopt_cli.search.plan.schedules import Schedule
-from memopt_cli.search.plan.segment_schedules import Allowed
+from memopt_cli.search.plan.segment_schedules import PlanPermissions
 from memopt_cli.search.plan.solver import SolvedBlocks, Solver
 
 _OVERSHOOT = 1.1
@@ -111,20 +111,20 @@ class Proposals:
         norm_paths = {trace.ops[norm.op].module for norm in self.model.norms}
         self.norms = Counter(path for norm_path in norm_paths for path in ancestry(norm_path))
         """Path of a module -> number of modules in it that normalize by the statistics of a batch."""
-        self.allowed = Allowed()
+        self.allowed = PlanPermissions()
         self._heads_slowdown = slowdown
         self._tick = tick
         self._solved_blocks = SolvedBlocks()
         self._all_solvers: dict[Hashable, Solver] = {}
         """Permissions and packing -> the solver, so that nothing is solved twice."""
-        self.solvers = self._solvers(Allowed(), ())
+        self.solvers = self._solvers(PlanPermissions(), ())
 
     @property
     def least_slowdown(self) -> float:
         """Slowdown of the fastest possible plan."""
         return min(1.0, self._heads_slowdown)
 
-    def allow(self, allowed: Allowed) -> None:
+    def allow(self, allowed: PlanPermissions) -> None:
         """Set the permissions of plans from now on."""
         self.allowed = allowed
         may_pack = allowed.compress and self.model.packable_bytes > 0 and not self.modules[""].refusal
@@ -148,7 +148,7 @@ class Proposals:
         heads_slowdown = self._heads_slowdown if plan.segments else 1.0  # the empty plan is the original, without heads
         return heads_slowdown * self.model.predict(plan).step_s / self.model.step_s
 
-    def _solvers(self, allowed: Allowed, packings: Iterable[bool]) -> Solvers:
+    def _solvers(self, allowed: PlanPermissions, packings: Iterable[bool]) -> Solvers:
         targets = frozenset(filter(allowed.targets, self.modules))
         key = allowed.shared, targets, frozenset(allowed.chunks.items())
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from memopt_cli.records import LOWER_SHARE, ChunkRule, Counted, Plan, SearchOptions, SegmentPlan, StepTrace
+from memopt_cli.records import LOWER_SHARE, ChunkRule, Plan, SearchOptions, SegmentPlan, StepPeaks, StepTrace
 from memopt_cli.search.plan.chunk_trials import ChunkTrials
 from memopt_cli.search.plan.cost_model import copy_times
 from memopt_cli.search.plan.dry_runs import DryRuns, PricedPlan, TimeIsUp
@@ -179,7 +179,7 @@ class SearchSpaces:
         counted = self._probes.count(plan)
         if isinstance(counted, NotTried):
             raise TimeIsUp
-        return counted.allocated_peak_bytes if isinstance(counted, Counted) else math.inf
+        return counted.allocated_peak_bytes if isinstance(counted, StepPeaks) else math.inf
 
     def _space_with_heads(self, headed: Plan, trace: StepTrace) -> SearchSpace:
         trace, slowdown = copy_times(trace, self._trace)

@@ -13,11 +13,11 @@ from memopt_cli.search.plan.replay import chunk_state_bytes
 from memopt_cli.search.plan.schedules import NO_COUNTS, Counts, Schedule, SegmentLimits, add_counts, count_cuts
 
 SharedPermissions = tuple[bool, bool, int, bool, SegmentLimits]
-"""Permissions that are equal for all blocks: see :attr:`Allowed.shared`."""
+"""Permissions that are equal for all blocks: see :attr:`PlanPermissions.shared`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Allowed:
+class PlanPermissions:
     """Permissions of a search: what a plan may do."""
 
     targets: Callable[[str], bool] = lambda path: True
@@ -64,7 +64,7 @@ class Context:
 class Segments:
     """Makes the segments of one search."""
 
-    def __init__(self, allowed: Allowed) -> None:
+    def __init__(self, allowed: PlanPermissions) -> None:
         self._allowed = allowed
 
     def sets_to_keep(self, block: Block, context: Context) -> list[frozenset[int]]:

@@ -33,7 +33,7 @@ from memopt_cli.search.plan.schedules import (
     concatenate,
     thin_out,
 )
-from memopt_cli.search.plan.segment_schedules import Allowed, Context, Segments, SharedPermissions
+from memopt_cli.search.plan.segment_schedules import Context, PlanPermissions, Segments, SharedPermissions
 
 _PRECISION = 1000
 """Reciprocal of the relative error allowed to a least peak: it is found to one part in a thousand."""
@@ -78,7 +78,7 @@ class SolvedBlocks:
 
 
 class _Candidates:
-    def __init__(self, root: Block, allowed: Allowed) -> None:
+    def __init__(self, root: Block, allowed: PlanPermissions) -> None:
         self._root = root
         self._allowed = allowed
         # In a user's own step nearly all modules are called several times.  There each call is decided by itself, and
@@ -124,7 +124,7 @@ class Solver:
     def __init__(
         self,
         root: Block,
-        allowed: Allowed,
+        allowed: PlanPermissions,
         tick: Callable[[], None] = lambda: None,
         cache: SolvedBlocks | None = None,
     ) -> None:

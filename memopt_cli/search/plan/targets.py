@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from memopt_cli.errors import UsageError
-from memopt_cli.records import Dropped, ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
+from memopt_cli.records import DroppedPlan, ModuleTrace, Plan, SearchOptions, SegmentPlan, SelectionPolicy
 from memopt_cli.search.plan.policy import Selection, describe_choice
 from memopt_cli.text.paths import is_within, quote_module
 from memopt_cli.text.units import format_some
@@ -84,13 +84,13 @@ def loop_notes(modules: Sequence[ModuleTrace]) -> list[str]:
 
 
 def missing_segment_notes(
-    classes: Iterable[tuple[str, Sequence[str]]], selection: Selection, dropped: Dropped | None = None
+    classes: Iterable[tuple[str, Sequence[str]]], selection: Selection, dropped: DroppedPlan | None = None
 ) -> list[str]:
     """Return a note for each of ``classes``, pairs of a name and the paths of its modules, none of them a segment."""
     return [f"No segment of {name}: {_why_none(paths, selection, dropped)}." for name, paths in classes]
 
 
-def _why_none(paths: Sequence[str], selection: Selection, dropped: Dropped | None) -> str:
+def _why_none(paths: Sequence[str], selection: Selection, dropped: DroppedPlan | None) -> str:
     refusals = selection.refusals
     if not paths:
         return "the model has none"

@@ -12,7 +12,7 @@ from memopt_cli.measure.jobs import ORIGINAL, ProbeJob
 from memopt_cli.pipeline.batches.batch_advice import advise_by_dry_runs
 from memopt_cli.pipeline.batches.batch_cases import Case, CaseSearch
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes, loop_warning
-from memopt_cli.records import BatchEstimate, BatchProbe, Counted, Plan, SegmentPlan, StepFailed
+from memopt_cli.records import BatchEstimate, BatchProbe, Plan, SegmentPlan, StepFailed, StepPeaks
 from memopt_cli.records.progress import Progress
 from memopt_cli.search.batch_size.runs import Limits
 from tests.zoo.records import counted
@@ -26,7 +26,7 @@ class Session:
         self.asked: list[int] = []
         self.ran: list[int] = []
 
-    def ask(self, job: Any) -> Counted | BatchProbe:
+    def ask(self, job: Any) -> StepPeaks | BatchProbe:
         if isinstance(job, ProbeJob):
             self.ran.append(job.batch)
             return BatchProbe(batch=job.batch, allocated_peak_bytes=1000 + 100 * job.batch, step_s=0.01 * job.batch)
@@ -59,7 +59,7 @@ def test_a_single_sample_may_take_an_operator_less() -> None:
     """As one that is not expanded: that is no loop."""
 
     class Expanding(Session):
-        def ask(self, job: Any) -> Counted:
+        def ask(self, job: Any) -> StepPeaks:
             return replace(super().ask(job), operators=50 if job.batch == 1 else 51)
 
     probes = probes_of(session := Expanding(operators_per_sample=0))
@@ -74,7 +74,7 @@ def test_what_was_told_by_others_may_be_counted() -> None:
         probes.predict(batch)
     assert session.asked == [10, 20, 40]
     counted = probes.count(30)
-    assert isinstance(counted, Counted)
+    assert isinstance(counted, StepPeaks)
     assert counted.allocated_peak_bytes == probes.predict(30) == 4000
     assert session.asked == [10, 20, 40, 30]
 

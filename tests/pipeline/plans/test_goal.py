@@ -17,8 +17,7 @@ from memopt_cli.pipeline.plans.goal import GoalSearch, budget_in_bytes
 from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
 from memopt_cli.records import (
     Budget,
-    Counted,
-    Dropped,
+    DroppedPlan,
     Failure,
     Measurement,
     ModuleShare,
@@ -31,6 +30,7 @@ from memopt_cli.records import (
     SearchOptions,
     SegmentPlan,
     StepFailed,
+    StepPeaks,
     TimedOut,
 )
 from memopt_cli.search.plan.dry_runs import PricedPlan
@@ -59,7 +59,7 @@ def not_in_backward() -> InBackwardPlans:
     return plans_in_backward(lambda plan: counted(0), None, is_allowed=False)
 
 
-def plans_in_backward(count: Callable[[Plan], Counted], fault: Reason | None, *, is_allowed: bool) -> InBackwardPlans:
+def plans_in_backward(count: Callable[[Plan], StepPeaks], fault: Reason | None, *, is_allowed: bool) -> InBackwardPlans:
     return InBackwardPlans(
         count=count,
         measurements=measurements_by(lambda plan: measured(1000)),
@@ -70,7 +70,7 @@ def plans_in_backward(count: Callable[[Plan], Counted], fault: Reason | None, *,
     )
 
 
-DROPPED: list[Dropped] = []
+DROPPED: list[DroppedPlan] = []
 """What plans in backward were refused for."""
 
 
@@ -89,7 +89,7 @@ def in_backward(search: GoalSearch, fault: Reason | None = None) -> GoalSearch:
     planner.plans = tuple(map(holding, planner.plans))
     peaks = {found.plan: found.peak_bytes for found in planner.plans}
 
-    def count(plan: Plan) -> Counted:
+    def count(plan: Plan) -> StepPeaks:
         return counted(peaks[plan.of_model] - (HELD if plan.segments else 0))
 
     return replace(search, in_backward=plans_in_backward(count, fault, is_allowed=True))

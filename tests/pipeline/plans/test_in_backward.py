@@ -11,8 +11,7 @@ from memopt_cli.measure.jobs import ORIGINAL
 from memopt_cli.pipeline.plans.in_backward import InBackwardPlans
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.records import (
-    Counted,
-    Dropped,
+    DroppedPlan,
     LevelRow,
     Measurement,
     NotRun,
@@ -21,6 +20,7 @@ from memopt_cli.records import (
     SavesTooLittle,
     SegmentPlan,
     StepFailed,
+    StepPeaks,
     TooSlow,
 )
 from memopt_cli.search.plan.dry_runs import PricedPlan
@@ -31,7 +31,7 @@ from tests.zoo.records import a_row, measured
 PLAN = Plan(segments=(SegmentPlan(path="0"),))
 
 
-def counted(plan: Plan) -> Counted:
+def counted(plan: Plan) -> StepPeaks:
     peak = 80 if plan.in_backward else 100
     return records.counted(peak, gradients=20)
 
@@ -39,9 +39,9 @@ def counted(plan: Plan) -> Counted:
 def plans_of(
     measurements: PlanMeasurements,
     *,
-    count: Callable[[Plan], Counted] = counted,
+    count: Callable[[Plan], StepPeaks] = counted,
     fault: Reason | None = None,
-    drop: Callable[[Dropped], object] = print,
+    drop: Callable[[DroppedPlan], object] = print,
     is_allowed: bool = True,
 ) -> InBackwardPlans:
     return InBackwardPlans(
@@ -78,7 +78,7 @@ def tried(
         return replace(row, outcome=measure(row.plan))
 
     row = a_row(1, measure(PLAN), PLAN, predicted_tensor_peak_bytes=100, predicted_allocated_peak_bytes=100)
-    told: list[Dropped] = []
+    told: list[DroppedPlan] = []
     found = plans_of(measurements_by(measure, confirm), fault=fault, drop=told.append).of_level(row, FOUND)
     return told[0].why if found is None else found
 
@@ -105,7 +105,7 @@ def test_it_is_not_tried_unless_it_is_asked_for() -> None:
 
 @pytest.mark.parametrize(("peak", "is_said"), [(80, True), (94, True), (97, False)])
 def test_what_it_would_save_is_said_without_a_measurement(peak: int, is_said: bool) -> None:
-    def count(plan: Plan) -> Counted:
+    def count(plan: Plan) -> StepPeaks:
         return records.counted(peak if plan.in_backward else 100, gradients=20)
 
     plans = plans_of(measurements_by(never), count=count, is_allowed=False)

@@ -8,7 +8,7 @@ import pytest
 
 from memopt_cli.pipeline.plans.worth import judge_measurement, judge_own_checkpoints
 from memopt_cli.records import (
-    Dropped,
+    DroppedPlan,
     OutOfMemory,
     Plan,
     SegmentPlan,
@@ -59,7 +59,7 @@ def test_the_models_own_checkpoints_are_better(peak: int, step_s: float, budget:
     if dropped is not None:
         assert (dropped.in_words, decisive([dropped])) == ("1000 B of 2.0 KiB", dropped)
         assert dropped.why.because.startswith(f"the model's own checkpoints need {peak} B and ")
-        assert from_data(Dropped, to_data(dropped)) == dropped
+        assert from_data(DroppedPlan, to_data(dropped)) == dropped
 
 
 def test_own_checkpoints_do_not_replace_a_plan_where_they_break_the_limit_or_there_is_nothing_to_go_back_to() -> None:

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from memopt_cli.records import (
     ChunkRule,
-    Counted,
     Plan,
     Refused,
     SearchOptions,
     SegmentPlan,
+    StepPeaks,
     StepSettings,
     StepTrace,
 )
@@ -72,19 +72,19 @@ class Subject:
         step = TrainingStep(model=model, args=args, kwargs=kwargs, settings=StepSettings(), loss=None, optimizer=None)
         self.real = step
         self.fake = FakeStep(step)
-        self._counted: dict[Plan, Counted] = {}
+        self._counted: dict[Plan, StepPeaks] = {}
         self.trace: StepTrace = self.fake.record(batch=1)
         self.usable = [m.path for m in self.trace.modules if m.path and not m.refusal and m.saved_bytes]
         self.model = CostModel(self.trace)
 
     @functools.cached_property
-    def original(self) -> Counted:
+    def original(self) -> StepPeaks:
         return self.count(Plan())
 
     def dry_run(self, plan: Plan) -> int:
         return self.count(plan).allocated_peak_bytes
 
-    def count(self, plan: Plan) -> Counted:
+    def count(self, plan: Plan) -> StepPeaks:
         """What was counted before is answered from memory."""
         if plan not in self._counted:
             with self._applied(plan):

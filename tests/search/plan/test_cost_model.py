@@ -32,7 +32,7 @@ from memopt_cli.search.plan.cost_model import (
     statistics_passes,
 )
 from memopt_cli.search.plan.keeping import candidate_sets, keep_names
-from memopt_cli.search.plan.segment_schedules import Allowed, Context
+from memopt_cli.search.plan.segment_schedules import Context, PlanPermissions
 from memopt_cli.search.plan.solver import Solver
 from memopt_cli.text.paths import is_within
 from memopt_cli.trace import FakeStep, record, resident_bytes
@@ -266,7 +266,7 @@ def test_the_search_and_the_replay_price_a_segment_alike(rule: ChunkRule | None,
     trace = replace(SUBJECTS["chain"]().trace, segment_overhead=scale)
     model = CostModel(trace)
     chunks = {"blocks.2": (rule, 4)} if rule else {}
-    allowed = Allowed(targets=lambda path: path == "blocks.2", chunks=chunks)
+    allowed = PlanPermissions(targets=lambda path: path == "blocks.2", chunks=chunks)
     (block,) = (b for b in block_tree(model) if b.path == "blocks.2")
     schedules = Solver(block, allowed)._segment_schedules(block, Context())
     priced = {segment: schedule.added_s for schedule in schedules for segment in schedule.segments()}
@@ -285,7 +285,9 @@ class Between(Parts, layer=lambda: nn.Linear(64, 64)):
 
 def test_what_a_model_runs_between_its_modules_is_no_segment_where_it_is_one_itself() -> None:
     model = Subject(Between(), torch.randn(512, 64)).model
-    solver = Solver(block_tree(model), Allowed(chunks={"": (ChunkRule(axis=0, seq_inputs=1, seq_outputs=1), 512)}))
+    solver = Solver(
+        block_tree(model), PlanPermissions(chunks={"": (ChunkRule(axis=0, seq_inputs=1, seq_outputs=1), 512)})
+    )
     found = [solver.fastest(model.peak_bytes * share // 20) for share in range(20, 8, -1)]
     schedules = [schedule for schedule in found if schedule is not None]
     assert any(segment.path == "" for schedule in schedules for segment in schedule.segments())
@@ -448,7 +450,7 @@ def test_the_sums_of_a_step_without_segments_are_those_of_the_cost_model(packed:
     trace = record(step, 4, contents=True)
     model = CostModel(trace)
     assert model.packable_bytes > 0
-    solver = Solver(block_tree(model), Allowed(targets=lambda path: False, packed=packed))
+    solver = Solver(block_tree(model), PlanPermissions(targets=lambda path: False, packed=packed))
     schedule = solver.fastest(trace.allocated_peak_bytes)
     predicted = model.predict(Plan(packed=packed)).allocated_peak_bytes
     assert schedule.peak_bytes == pytest.approx(predicted, rel=0.02)
@@ -616,7 +618,7 @@ def test_a_concatenation_is_whole_where_nothing_stores_its_parts(packed: bool) -
 def test_what_is_packed_is_whole_again_where_backward_uses_it_in_the_sums_too() -> None:
     """They found plans to fit that did not, by as much, and passed by those that keep a concatenation as it is."""
     subject = Subject(nn.Sequential(Joining(), nn.Conv2d(32, 2, 1)), torch.randn(4, 3, 32, 32))
-    solver = Solver(block_tree(subject.model), Allowed(packed=True))
+    solver = Solver(block_tree(subject.model), PlanPermissions(packed=True))
     for share in (0.82, 0.84, 0.85, 0.88, 0.9, 0.92, 0.95, 0.98):
         schedule = solver.fastest(int(share * subject.original.allocated_peak_bytes))
         plan = Plan(segments=tuple(schedule.segments()), packed=True)

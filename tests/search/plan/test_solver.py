@@ -16,7 +16,7 @@ from memopt_cli.search.plan.block_tree import Block
 from memopt_cli.search.plan.cost_model import SEGMENT_S, Recomputation
 from memopt_cli.search.plan.keeping import CostlyCall, candidate_sets
 from memopt_cli.search.plan.schedules import Schedule, SegmentLimits, _pareto_set, count_segments, thin_out
-from memopt_cli.search.plan.segment_schedules import Allowed, Context
+from memopt_cli.search.plan.segment_schedules import Context, PlanPermissions
 from memopt_cli.search.plan.solver import Solver
 from memopt_cli.text.paths import is_within
 
@@ -107,7 +107,7 @@ def test_the_fastest_plan_is_found(root: Block, share: float) -> None:
     plans = list(every_plan(root))
     least, most = min(p for p, _ in plans), max(p for p, _ in plans)
     budget = int(least + share * (most - least))
-    schedule = Solver(root, Allowed()).fastest(budget)
+    schedule = Solver(root, PlanPermissions()).fastest(budget)
     kept, peak, added = step(root, frozenset(s.path for s in schedule.segments()))
     assert peak <= budget
     assert (schedule.kept_bytes, schedule.peak_bytes, schedule.added_s) == (kept, peak, pytest.approx(added))
@@ -122,17 +122,17 @@ def depths(chosen: frozenset[str]) -> tuple[int, int]:
 
 
 LIMITED = {
-    "no nesting": (lambda most: Allowed(nested=False), lambda most, outermost, with_others: not with_others),
+    "no nesting": (lambda most: PlanPermissions(nested=False), lambda most, outermost, with_others: not with_others),
     "outermost": (
-        lambda most: Allowed(limits=SegmentLimits(segments=most)),
+        lambda most: PlanPermissions(limits=SegmentLimits(segments=most)),
         lambda most, outermost, with_others: outermost <= most,
     ),
     "with others in them": (
-        lambda most: Allowed(limits=SegmentLimits(splits=most)),
+        lambda most: PlanPermissions(limits=SegmentLimits(splits=most)),
         lambda most, outermost, with_others: with_others <= most,
     ),
     "both": (
-        lambda most: Allowed(limits=SegmentLimits(segments=most, splits=1)),
+        lambda most: PlanPermissions(limits=SegmentLimits(segments=most, splits=1)),
         lambda most, outermost, with_others: outermost <= most and with_others <= 1,
     ),
 }
@@ -172,7 +172,7 @@ def test_the_least_peak_that_adds_so_much_time_at_most_is_found(root: Block, sha
         if nested or not depths(frozenset(names))[1]
     ]
     most_s = share * max(added for _, added in plans)
-    solver = Solver(root, Allowed(nested=nested))
+    solver = Solver(root, PlanPermissions(nested=nested))
     assert solver.least_peak_bytes(10_000, most_s) == min(p for p, t in plans if t <= most_s + 1e-9)
     assert solver.least_peak_bytes(10_000, -1.0) is None
 
@@ -226,7 +226,7 @@ def test_the_fastest_plan_of_so_many_chunks_is_found(
     plans = [chunked_step(root, plan)[1:] for plan in usual]
     least, highest = min(p for p, _ in plans), max(p for p, _ in plans)
     budget = int(least + share * (highest - least))
-    solver = Solver(root, Allowed(chunks=rules, limits=SegmentLimits(cuts=most)))
+    solver = Solver(root, PlanPermissions(chunks=rules, limits=SegmentLimits(cuts=most)))
     schedule = solver.fastest(budget)
     found = {s.path: s.chunks for s in schedule.segments()}
     assert found in usual
@@ -299,7 +299,7 @@ def test_the_fastest_plan_that_keeps_outputs_is_found(root: Block, share: float)
     plans = [keeping_step(root, kept)[1:3] for kept in every_keeping_plan(root)]
     least, most = min(p for p, _ in plans), max(p for p, _ in plans)
     budget = int(least + share * (most - least))
-    schedule = Solver(root, Allowed()).fastest(budget)
+    schedule = Solver(root, PlanPermissions()).fastest(budget)
     assert schedule.peak_bytes <= budget
     assert schedule.added_s == pytest.approx(min(t for p, t in plans if p <= budget), abs=1e-9)
     assert keeping_step(root, kept_of(root, schedule))[1:3] == (
@@ -330,7 +330,7 @@ def test_a_segment_keeps_what_costs_most_time_for_its_bytes() -> None:
     root = block("", (block("a", parts, input=4, forward=10), block("b", kept=1, peak=60)))
     found = {}
     for budget in (80, 100, 120, 140):
-        schedule = Solver(root, Allowed(targets=lambda path: path == "a")).fastest(budget)
+        schedule = Solver(root, PlanPermissions(targets=lambda path: path == "a")).fastest(budget)
         assert schedule is not None
         found[budget] = [(s.path, s.keep) for s in schedule.segments()]
     assert found[80] == [("a", ("aten::mm#1",))]
@@ -343,7 +343,7 @@ def test_a_segment_keeps_what_costs_most_time_for_its_bytes() -> None:
 @given(trees())
 def test_nothing_fits_below_the_least_peak(root: Block) -> None:
     least = min(p for p, _ in every_plan(root))
-    solver = Solver(root, Allowed())
+    solver = Solver(root, PlanPermissions())
     assert solver.fastest(least - 1) is None
     assert solver.least_peak_bytes(10_000) == least
     assert solver.least_peak_bytes(least - 1) is None
@@ -400,7 +400,7 @@ def layers(count: int) -> Block:
 
 
 def test_blocks_that_are_alike_are_solved_once_and_named_each() -> None:
-    schedule = Solver(layers(40), Allowed()).fastest(1200)
+    schedule = Solver(layers(40), PlanPermissions()).fastest(1200)
     assert schedule is not None
     chosen = [segment.path for segment in schedule.segments()]
     assert len(chosen) == len(set(chosen)) > 10
@@ -422,7 +422,7 @@ def runs_of_layers(count: int) -> Block:
 
 def test_parts_of_blocks_that_are_alike_are_named_each_by_its_own_name() -> None:
     root = runs_of_layers(40)
-    schedule = Solver(root, Allowed()).fastest(1200)
+    schedule = Solver(root, PlanPermissions()).fastest(1200)
     assert schedule is not None
     chosen = [segment.path for segment in schedule.segments()]
     assert len(chosen) == len(set(chosen)) > 10
@@ -436,14 +436,14 @@ def test_parts_of_blocks_that_are_alike_are_named_each_by_its_own_name() -> None
 @pytest.mark.parametrize("path", ["layers.0.mlp", "layers.3", "layers.5.attention"])
 def test_of_blocks_that_are_alike_only_the_targets_become_segments(path: str) -> None:
     _, peak, added = step(layers(6), frozenset({path}))
-    schedule = Solver(layers(6), Allowed(targets=path.__eq__)).fastest(peak)
+    schedule = Solver(layers(6), PlanPermissions(targets=path.__eq__)).fastest(peak)
     assert [segment.path for segment in schedule.segments()] == [path]
     assert schedule.added_s == pytest.approx(added)
 
 
 def test_of_blocks_that_are_alike_each_runs_in_chunks_by_its_own_rule() -> None:
     rules = {f"layers.{i}": (ChunkRule(axis=i % 2, seq_inputs=1, seq_outputs=1), 4 + i) for i in (0, 1, 2, 4)}
-    solver = Solver(layers(6), Allowed(chunks=rules))
+    solver = Solver(layers(6), PlanPermissions(chunks=rules))
     least = solver.least_peak_bytes(10_000)
     assert least is not None
     schedule = solver.fastest(least)
@@ -460,7 +460,7 @@ def test_a_module_that_is_called_twice_is_not_taken_for_one_that_is_like_it() ->
         return made
 
     root = block("", (call("a"), call("b"), call("a")))
-    schedule = Solver(root, Allowed()).fastest(110)
+    schedule = Solver(root, PlanPermissions()).fastest(110)
     assert schedule is not None
     assert [segment.path for segment in schedule.segments()] == ["b"]
 
@@ -473,7 +473,7 @@ def test_search_grows_about_linearly_with_blocks_that_are_alike(monkeypatch: pyt
 
     def work(count: int) -> int:
         compared.clear()
-        assert Solver(layers(count), Allowed()).fastest(30 * count) is not None
+        assert Solver(layers(count), PlanPermissions()).fastest(30 * count) is not None
         return sum(compared)
 
     assert work(512) < 8 * work(128)  # a square would make it 16
@@ -482,8 +482,8 @@ def test_search_grows_about_linearly_with_blocks_that_are_alike(monkeypatch: pyt
 def test_chunks_where_nothing_else_fits() -> None:
     root = block("", (block("a", kept=100, peak=20, forward=60, input=10, seconds=1, ops=10),))
     rule = ChunkRule(axis=1, seq_inputs=1, seq_outputs=1)
-    assert Solver(root, Allowed()).fastest(70) is None
-    schedule = Solver(root, Allowed(chunks={"a": (rule, 4)})).fastest(70)
+    assert Solver(root, PlanPermissions()).fastest(70) is None
+    schedule = Solver(root, PlanPermissions(chunks={"a": (rule, 4)})).fastest(70)
     (segment,) = schedule.segments()
     assert (segment.path, segment.chunks, segment.axis) == ("a", 2, 1)
 
@@ -493,7 +493,7 @@ def test_chunks_keep_the_calls_of_an_operator_all_or_none() -> None:
     parts = tuple(block(f"a.{i}", kept=20, output=4, seconds=9 - i, costly_seconds=9 - i, input=9) for i in range(3))
     root = block("", (block("a", parts, input=4, forward=10), block("b", kept=1, peak=60)))
     rule = ChunkRule(axis=1, seq_inputs=1, seq_outputs=1)
-    solver = Solver(root, Allowed(targets=lambda path: path == "a", chunks={"a": (rule, 8)}))
+    solver = Solver(root, PlanPermissions(targets=lambda path: path == "a", chunks={"a": (rule, 8)}))
     chunked, whole = set(), set()
     for schedule in solver._segment_schedules(root.children[0], Context()):
         (segment,) = schedule.segments()
@@ -504,14 +504,14 @@ def test_chunks_keep_the_calls_of_an_operator_all_or_none() -> None:
 
 def test_only_targets_become_segments() -> None:
     root = block("", tuple(block(name, kept=50, peak=5, input=1, seconds=1) for name in "abc"))
-    schedule = Solver(root, Allowed(targets=lambda path: path == "b")).fastest(120)
+    schedule = Solver(root, PlanPermissions(targets=lambda path: path == "b")).fastest(120)
     assert schedule is not None
     assert [segment.path for segment in schedule.segments()] == ["b"]
 
 
 def test_a_module_called_twice_is_a_segment_in_both_calls_or_none() -> None:
     calls = tuple(block("a", kept=50, peak=5, input=1, seconds=1) for _ in range(2))
-    solver = Solver(block("", (*calls, block("b", kept=1, peak=1, input=1, seconds=1))), Allowed())
+    solver = Solver(block("", (*calls, block("b", kept=1, peak=1, input=1, seconds=1))), PlanPermissions())
     schedule = solver.fastest(60)
     assert [segment.path for segment in schedule.segments()] == ["a", "a"]
     assert schedule.added_s == pytest.approx(2 + 2 * SEGMENT_S)

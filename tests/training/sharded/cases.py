@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from memopt_cli.measure.answers.ranks import median_count, warm_up, with_buckets
-from memopt_cli.records import Counted, Plan, RankPrediction, SegmentPlan, StepSettings
+from memopt_cli.records import Plan, RankPrediction, SegmentPlan, StepPeaks, StepSettings
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.text.optimizer_text import parse_optimizer
 from memopt_cli.training.apply import apply_plan
@@ -125,7 +125,7 @@ REPLICATED = (
 )
 
 
-def counted_really(cases: tuple[Case, ...], folder: Path) -> dict[str, list[Counted]]:
+def counted_really(cases: tuple[Case, ...], folder: Path) -> dict[str, list[StepPeaks]]:
     """Name -> what each rank counted; all cases are of as many ranks."""
     (ranks,) = {case.ranks for case in cases}
     found = in_group(ranks, partial(_counts, cases), folder)
@@ -147,7 +147,7 @@ def _process(rank: int, ranks: int, work: Callable[[], Any], folder: str) -> Non
     dist.destroy_process_group()
 
 
-def _counts(cases: tuple[Case, ...]) -> dict[str, Counted]:
+def _counts(cases: tuple[Case, ...]) -> dict[str, StepPeaks]:
     found = {}
     for case in cases:
         torch.manual_seed(0)

@@ -18,7 +18,7 @@ from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.jobs import CountJob, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.ranks import predict_rank
-from memopt_cli.records import Counted, InputSpec, ModelSource, Plan, RankLayout, RankPrediction, StepSettings
+from memopt_cli.records import InputSpec, ModelSource, Plan, RankLayout, RankPrediction, StepPeaks, StepSettings
 from memopt_cli.runtime.private_torch import start_fake_group
 from memopt_cli.training.sharded.spread import find_repeated_blocks
 from tests.rows import quick
@@ -35,7 +35,7 @@ from tests.training.sharded.cases import (
 )
 
 pytestmark = pytest.mark.process
-Found = dict[str, list[Counted]]
+Found = dict[str, list[StepPeaks]]
 First = Callable[[Case], RankPrediction]
 
 
@@ -179,7 +179,7 @@ def test_a_rank_is_made_once_for_all_sizes_of_its_batch(case: Case) -> None:
     small, large = (CountJob(plan=case.plan, fake=True, batch=batch) for batch in (2, 7))
     with session() as one:
         made_for_it, grown, shrunk = (one.ask(job) for job in (small, large, small))
-    assert isinstance(grown, Counted)
+    assert isinstance(grown, StepPeaks)
     assert shrunk == made_for_it
     with session() as another:
         assert another.ask(large) == grown

@@ -13,13 +13,13 @@ from memopt_cli.errors import MeasurementError, NothingFitsError, UsageError
 from memopt_cli.pipeline.batches.batch_probes import BatchProbes
 from memopt_cli.ranks import predict_rank, recommend_ranks
 from memopt_cli.records import (
-    Counted,
     Crashed,
     Failure,
     NotPredicted,
     Plan,
     RankBatch,
     SegmentPlan,
+    StepPeaks,
     TimedOut,
     describe,
 )
@@ -144,7 +144,7 @@ def test_what_was_found_before_an_interruption_is_shown(monkeypatch: pytest.Monk
         recommend_ranks(models.shorter, FLAGS[1], ranks=4, parallelize=models.shard, memory=MEMORY)
 
 
-def counted(probes: BatchProbes, batch: int) -> Counted:
+def counted(probes: BatchProbes, batch: int) -> StepPeaks:
     """1000 bytes a sample."""
     peak = probes.dry_runs[batch] = 1000 * batch
     return records.counted(peak, data_ranks=2)
@@ -152,7 +152,7 @@ def counted(probes: BatchProbes, batch: int) -> Counted:
 
 @pytest.mark.parametrize("failed", [Crashed(reason="exit code 7", output_tail=""), TimedOut(limit_s=5)])
 def test_what_was_found_outlives_a_lost_subprocess(failed: Failure, monkeypatch: pytest.MonkeyPatch) -> None:
-    def count(probes: BatchProbes, batch: int) -> Counted | Failure:
+    def count(probes: BatchProbes, batch: int) -> StepPeaks | Failure:
         if probes.place.endswith("of 4"):
             return failed
         return counted(probes, batch)

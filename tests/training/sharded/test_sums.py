@@ -7,7 +7,7 @@ import pytest
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.jobs import CountJob, Subject, TraceJob
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.records import Counted, InputSpec, ModelSource, Plan, RankLayout, SegmentPlan, StepSettings
+from memopt_cli.records import InputSpec, ModelSource, Plan, RankLayout, SegmentPlan, StepPeaks, StepSettings
 from memopt_cli.search.plan.cost_model import CostModel
 from tests.training.sharded.cases import BOTH, FULLY_SHARDED, REPLICATED, SEGMENTS, Case
 
@@ -38,7 +38,7 @@ def test_sums_are_what_dry_runs_count(case: Case, apart: float) -> None:
         sums = CostModel(traced.trace)
         for name, plan in PLANS.items():
             counted = session.ask(CountJob(plan=plan, fake=True))
-            assert isinstance(counted, Counted)
+            assert isinstance(counted, StepPeaks)
             assert sums.predict(plan).allocated_peak_bytes == pytest.approx(counted.allocated_peak_bytes, rel=apart), (
                 name
             )

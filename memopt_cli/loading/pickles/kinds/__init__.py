@@ -9,20 +9,20 @@ from memopt_cli.loading.pickles.kinds.arrays import Arrays
 from memopt_cli.loading.pickles.kinds.functions import ATTRIBUTES, Functions
 from memopt_cli.loading.pickles.kinds.interface import ObjectKind
 from memopt_cli.loading.pickles.kinds.modules import LIBRARIES, Libraries
-from memopt_cli.loading.pickles.kinds.own import Own
+from memopt_cli.loading.pickles.kinds.own import RuntimeNames
 from memopt_cli.loading.pickles.kinds.plain import PLAIN
 from memopt_cli.loading.pickles.kinds.quantized import QUANTIZED
-from memopt_cli.loading.pickles.kinds.tensors import TENSORS, Stored
-from memopt_cli.loading.pickles.kinds.vouched import Vouched
+from memopt_cli.loading.pickles.kinds.tensors import TENSORS, PickledStorages
+from memopt_cli.loading.pickles.kinds.trusted_names import TrustedNames
 
 
-def kinds_of(stored: Stored, vouched: Vouched) -> Sequence[ObjectKind]:
+def kinds_of(stored: PickledStorages, trusted: TrustedNames) -> Sequence[ObjectKind]:
     """List every kind in the order in which a name is offered to them: tables of names first, then the user's trust."""
-    libraries = Libraries((*LIBRARIES, *vouched.trust.libraries))
-    builtin = (PLAIN, TENSORS, stored, Arrays(), QUANTIZED, Annotations(), Functions(), ATTRIBUTES, Own())
-    return (*builtin, vouched, libraries)
+    libraries = Libraries((*LIBRARIES, *trusted.trust.libraries))
+    builtin = (PLAIN, TENSORS, stored, Arrays(), QUANTIZED, Annotations(), Functions(), ATTRIBUTES, RuntimeNames())
+    return (*builtin, trusted, libraries)
 
 
-def kinds_of_data(stored: Stored) -> Sequence[ObjectKind]:
+def kinds_of_data(stored: PickledStorages) -> Sequence[ObjectKind]:
     """List the kinds for files without a model: tensors in plain containers."""
     return (PLAIN, TENSORS, stored, Arrays())

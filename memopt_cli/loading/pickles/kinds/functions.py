@@ -19,7 +19,7 @@ from torch import nn
 from memopt_cli.loading.pickles.kinds.interface import (
     Denied,
     Graph,
-    Listed,
+    ListedNames,
     Missing,
     Recipe,
     Role,
@@ -181,7 +181,7 @@ def _attribute(owner: Any, name: str) -> Any:
     return getattr(owner, name) if isinstance(owner, type) else types.MethodType(getattr(type(owner), name), owner)
 
 
-ATTRIBUTES: Final = Listed(
+ATTRIBUTES: Final = ListedNames(
     called={str(GETATTR): Recipe(make=_attribute, check=_check_attribute, role=_role, kind=_inner_class)},
     created={},
     held={},

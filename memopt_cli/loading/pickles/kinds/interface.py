@@ -28,7 +28,7 @@ Role = Literal["data", "module", "callable", "hook", "named", "trusted"]
 - ``module``, ``callable``: to call it, as a module, or as a function or class that only computes;
 - ``hook``: as a hook of a module;
 - ``named``: as the class of a segment, and nothing else;
-- ``trusted``: for anything, since the user vouched for it.
+- ``trusted``: for anything, since the user trusts it.
 """
 _LAZY_CLASS_ATTRIBUTE: Final = "cls_to_become"
 """The attribute that makes a lazy module change its class after its first run, unchecked."""
@@ -76,7 +76,7 @@ class Graph(Protocol):
         """Return the class of the object ``value``, or ``value`` itself if it is a class; ``None`` for plain data."""
 
     def trusts(self, cls: type) -> bool:
-        """Return whether the user vouched for the class ``cls``."""
+        """Return whether the user trusts the class ``cls``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +95,8 @@ class Recipe:
     """Function that sets an entry of the object; ``None`` if the object cannot hold entries."""
     fill: Callable[[Any, Any], object] | None = None
     """Function that gives the object its state; ``None`` if the object cannot have a state."""
-    is_vouched: bool = False
-    """Whether the user vouched for the code that makes and fills the object."""
+    is_trusted: bool = False
+    """Whether the user trusts the code that makes and fills the object."""
     check: Callable[[Built, Graph], str] | None = None
     """Function that returns why a file must not hold an object of these parts; ``None`` allows all."""
 
@@ -241,7 +241,7 @@ Table = Mapping[str, Recipe]
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedNames:
     """A kind whose names are all listed, in one table for each way to use a name."""
 
     called: Table

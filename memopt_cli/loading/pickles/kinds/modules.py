@@ -358,8 +358,8 @@ def _is_tensor(value: Any) -> bool:
 
 def _holds_tensor(key: Any, item: Any, graph: Graph) -> bool:
     kind = graph.class_of(item)
-    is_vouched = kind is not None and graph.trusts(kind)
-    return _is_name(key) and (item is None or _is_tensor(item) or is_vouched)
+    is_trusted = kind is not None and graph.trusts(kind)
+    return _is_name(key) and (item is None or _is_tensor(item) or is_trusted)
 
 
 def _check_only(*allowed: Any, reason: str) -> Check:

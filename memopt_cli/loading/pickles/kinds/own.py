@@ -46,7 +46,7 @@ _CONFIG_FIELDS: Final = {f.name for f in fields(SegmentConfig)}
 _LENGTH_FIELDS: Final = {f.name for f in fields(LengthOf)}
 
 
-class Own:
+class RuntimeNames:
     """Names of the runtime that are a part of the format of saved models."""
 
     def claims(self, use: Use) -> bool:

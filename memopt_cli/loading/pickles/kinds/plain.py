@@ -24,7 +24,7 @@ from typing import Any, Final
 from memopt_cli.loading.pickles.kinds.interface import (
     BrokenError,
     Graph,
-    Listed,
+    ListedNames,
     Recipe,
     Role,
     is_dunder,
@@ -65,7 +65,7 @@ def _bytearray(data: Any = b"", encoding: str = "latin1") -> bytearray:
 
 
 def _check_defaultdict(node: Built, graph: Graph) -> str:
-    """Refuse a defaultdict unless its factory is a plain type, or the user vouched for it."""
+    """Refuse a defaultdict unless its factory is a plain type, or the user trusts it."""
     factory, *more = node.argument_items() or (None,)
     if more:
         return "is built from unexpected arguments"
@@ -173,7 +173,7 @@ def _attributes(allowed: Callable[[str], bool]) -> Callable[[Built, Graph], str]
 _NAMED: Final = _attributes(lambda name: isinstance(name, str) and not is_dunder(name))
 _OF_ITEMS: Final = (list, tuple)
 
-PLAIN: Final = Listed(
+PLAIN: Final = ListedNames(
     called={
         "builtins.list": Recipe(make=_with_type_check(list, *_OF_ITEMS, max_arguments=1), extend=list.extend),
         "builtins.dict": Recipe(make=_with_type_check(dict, dict, max_arguments=1), set=operator.setitem),

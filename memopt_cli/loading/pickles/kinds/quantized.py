@@ -6,7 +6,7 @@ from typing import Any, Final
 
 import torch
 
-from memopt_cli.loading.pickles.kinds.interface import BrokenError, Graph, Listed, Recipe
+from memopt_cli.loading.pickles.kinds.interface import BrokenError, Graph, ListedNames, Recipe
 from memopt_cli.loading.pickles.nodes import Built, Tuple
 from memopt_cli.loading.pickles.packed_weights import CLASSES, is_packed
 
@@ -25,7 +25,7 @@ def _check(node: Built, graph: Graph) -> str:
     return "is not an object of a class of packed weights"
 
 
-QUANTIZED: Final = Listed(
+QUANTIZED: Final = ListedNames(
     called={},
     created={"torch.ScriptObject": Recipe(make=_make, fill=lambda made, state: made.__setstate__(state), check=_check)},
     held={},

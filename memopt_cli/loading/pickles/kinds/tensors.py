@@ -20,7 +20,7 @@ from memopt_cli.loading.pickles.described import MAX_SIZE, NESTED, STORAGE_DTYPE
 from memopt_cli.loading.pickles.kinds.interface import (
     BrokenError,
     Graph,
-    Listed,
+    ListedNames,
     Recipe,
     Use,
     plain_entries,
@@ -44,7 +44,7 @@ class FileStorage:
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class PickledStorages:
     """Storages; a pickle names one as ``('storage', torch.FloatStorage, '0', 'cpu', 12)``."""
 
     storages: FileStorages
@@ -63,7 +63,7 @@ class Stored:
         if type(data) is not bytes:
             raise BrokenError("a storage is built from unexpected arguments")
         identity, storages = self.nested(data)
-        return Stored(storages, self.nested)._storage(identity)
+        return PickledStorages(storages, self.nested)._storage(identity)
 
     def _storage(self, identity: Any) -> FileStorage:
         match identity:
@@ -308,7 +308,7 @@ def _constants() -> dict[str, Recipe]:
     }
 
 
-TENSORS: Final = Listed(
+TENSORS: Final = ListedNames(
     called={
         **{name: Recipe(make=make) for name, make in _MAKERS.items()},
         "torch._utils._rebuild_parameter_with_state": Recipe(

@@ -1,4 +1,4 @@
-"""Objects that the user vouched for by a flag: of a package, of a single name, or of code of their own."""
+"""Objects that the user trusts by a flag: of a package, of a single name, or of code of their own."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ Definition = Literal["class", "def", ""]
 
 
 @dataclass(frozen=True, slots=True)
-class Vouched:
-    """The :class:`ObjectKind` of names that the user vouched for: singly, by package, or by script.
+class TrustedNames:
+    """The :class:`ObjectKind` of names that the user trusts: singly, by package, or by script.
 
     Trust in a package covers its classes, and its functions as values.  A function that the file calls must be named
     by itself, since its arguments come from the file.  A module is audited as any other: its class is trusted, but its
@@ -62,14 +62,14 @@ class Vouched:
     code: UserCode
 
     def claims(self, use: Use) -> bool:
-        """Return whether the user vouched for the name of ``use``."""
-        return self._vouches(use.name)
+        """Return whether the user trusts the name of ``use``."""
+        return self._trusts(use.name)
 
-    def vouches(self, cls: type) -> bool:
-        """Return whether the user vouched for the class ``cls``, which was imported."""
-        return self._vouches(Global(cls.__module__, cls.__qualname__))
+    def trusts(self, cls: type) -> bool:
+        """Return whether the user trusts the class ``cls``, which was imported."""
+        return self._trusts(Global(cls.__module__, cls.__qualname__))
 
-    def _vouches(self, name: Global) -> bool:
+    def _trusts(self, name: Global) -> bool:
         packages = frozenset(self.trust.packages) - TOO_WIDE
         return str(name) in self.trust.globals or name.package in packages or self.code.defines(name.module)
 
@@ -94,7 +94,7 @@ class Vouched:
         if not isinstance(target, type):
             if use.how == "called" and not named:
                 return Denied("is a function that is called with arguments from the file", by_name(use, target))
-            return Recipe(make=target, role="trusted", extend=_extend, set=operator.setitem, fill=fill, is_vouched=True)
+            return Recipe(make=target, role="trusted", extend=_extend, set=operator.setitem, fill=fill, is_trusted=True)
         is_module = issubclass(target, nn.Module)
         return Recipe(
             make=target if use.how == "called" else functools.partial(target.__new__, target),
@@ -103,7 +103,7 @@ class Vouched:
             extend=_extend,
             set=operator.setitem,
             fill=fill,
-            is_vouched=True,
+            is_trusted=True,
             check=check_module if is_module and use.how == "created" else None,
         )
 
