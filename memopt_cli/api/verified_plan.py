@@ -27,7 +27,7 @@ from memopt_cli.training.user_step import Step, join_models
 from memopt_cli.training.wrappers import unwrap
 from memopt_cli.verification.effects import generators_kept, gradients_kept
 from memopt_cli.verification.further_steps import first_samples
-from memopt_cli.verification.recorded_step import verify_step as compared
+from memopt_cli.verification.recorded_step import verify_step
 
 Applied = TypeVar("Applied", bound=nn.Module | Step | Mapping[str, nn.Module])
 
@@ -127,7 +127,7 @@ def _compare(model: nn.Module, plan: Plan, inputs: Inputs, loss: Callable[[Any],
     with gradients_kept(model), generators_kept(), _detached_from_last_step(model), _hint_on_verify(args):
         install = functools.partial(apply.apply_plan, plan=plan)
         resize = functools.partial(first_samples, args, kwargs)
-        verification = compared(step, plan, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)
+        verification = verify_step(step, plan, install, apply.remove_plan, batch=batch, full_size=True, resize=resize)
     if not verification.passed:
         shapes = ", ".join(format_shape(t.shape) for t in tensors_of((args, kwargs)))
         raise VerificationError(

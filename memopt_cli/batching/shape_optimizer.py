@@ -76,7 +76,7 @@ class Candidate(TypedDict):
     """Conditions that the shape fails, with the values."""
 
 
-class BatchRecommendation(Candidate):
+class ShapeRecommendation(Candidate):
     """The chosen candidate, and all candidates that were measured."""
 
     candidates: list[Candidate]
@@ -116,7 +116,7 @@ class BatchShapeOptimizer:
         constraints: Mapping[str, float] | None = None,
         *,
         objectives: Mapping[str, float] | None = None,
-    ) -> BatchRecommendation:
+    ) -> ShapeRecommendation:
         """Return the feasible shape among ``input_shapes`` with the highest throughput, or in a tie, the lowest peak.
 
         Throughputs that differ by 1 % or less are a tie.
@@ -136,7 +136,7 @@ class BatchShapeOptimizer:
         feasible = [c for c in candidates if c["feasible"]]
         chosen = _best(feasible, weights) if feasible else _smallest(candidates)
         kinds = recognize_architectures(self._model)
-        return BatchRecommendation(
+        return ShapeRecommendation(
             **chosen,
             candidates=candidates,
             measured_on=self._measured_on(),
@@ -150,7 +150,7 @@ class BatchShapeOptimizer:
         constraints: Mapping[str, float] | None = None,
         *,
         objectives: Mapping[str, float] | None = None,
-    ) -> BatchRecommendation:
+    ) -> ShapeRecommendation:
         """Return the best of the shapes near ``input_shape`` that suit the model's architecture."""
         shapes = candidate_shapes(self._model, require_batch_shape(input_shape))
         return self.optimize_batch_shape(shapes, constraints, objectives=objectives)

@@ -26,9 +26,9 @@ from memopt_cli.records import (
     DeviceProfile,
     DimRange,
     FastestTraining,
+    Objective,
     RanksRecommendation,
 )
-from memopt_cli.records import Objective as ObjectiveName
 from memopt_cli.report.html import fastest_page
 
 _FIRST_BATCH = 2
@@ -44,7 +44,7 @@ def recommend_batch(
     memory: float | None = None,
     global_batch: int | None = None,
     multiple_of: int = 1,
-    objective: ObjectiveName | None = None,
+    objective: Objective | None = None,
     replicas: DimRange | None = None,
     plan: str | None = None,
     lengths: str | None = None,

@@ -39,7 +39,7 @@ _INTEGER_RANGES = {
     "int64": range(-(2**63), 2**63),
 }
 _FLOATING_DTYPES = ("float16", "bfloat16", "float32", "float64", "complex64")
-DTYPES = (*_FLOATING_DTYPES, *_INTEGER_RANGES)
+INPUT_DTYPES = (*_FLOATING_DTYPES, *_INTEGER_RANGES)
 """Names of the dtypes that an input may have."""
 
 MODEL_SETTINGS = "config.json"
@@ -290,8 +290,8 @@ def parse_shape(text: str) -> tuple[int | str, ...]:
 
 def parse_dtype(text: str) -> str:
     """Return ``text`` if it names a dtype that inputs may have; raises :class:`UsageError`."""
-    if text not in DTYPES:
-        raise UsageError(f"unknown dtype {shorten(text)}", hint=f"Known dtypes: {', '.join(DTYPES)}.")
+    if text not in INPUT_DTYPES:
+        raise UsageError(f"unknown dtype {shorten(text)}", hint=f"Known dtypes: {', '.join(INPUT_DTYPES)}.")
     return text
 
 

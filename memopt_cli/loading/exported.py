@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from memopt_cli.errors import FileFormatError, MemoptError, UnsafeFileError, shorten
-from memopt_cli.inputs.spec_text import DTYPES as INPUT_DTYPES
+from memopt_cli.inputs.spec_text import INPUT_DTYPES
 from memopt_cli.loading.archive import NESTED_TENSORS_LIMIT, Archive, record_names
 from memopt_cli.loading.exported_contents import PROGRAM, PROGRAMS, checked_path, read_program
 from memopt_cli.loading.exported_graph import (

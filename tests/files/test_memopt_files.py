@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from memopt_cli.errors import BaselineError, UsageError
 from memopt_cli.files.memopt_files import batch_yaml, read_measured, read_plan, recommended_data, summary_json
-from memopt_cli.inputs.spec_text import DTYPES
+from memopt_cli.inputs.spec_text import INPUT_DTYPES
 from memopt_cli.records import (
     BatchAdvice,
     BatchEstimate,
@@ -65,7 +65,7 @@ tensors = st.builds(
     TensorSpec,
     name=st.none() | words,
     shape=st.lists(st.integers(0, 9) | words, max_size=4).map(tuple),
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from(INPUT_DTYPES),
     values=st.sampled_from(["zeros", "ones", "spikes:0.25", "0..2"]),
 )
 sizes = st.dictionaries(words, st.integers(0, 2**13), max_size=3)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from memopt_cli.errors import UsageError
 from memopt_cli.inputs.spec_text import (
-    DTYPES,
+    INPUT_DTYPES,
     check_inputs,
     check_spec,
     format_tensor,
@@ -83,7 +83,7 @@ def test_refused_with_the_wrong_piece(text: str, wrong: str) -> None:
 
 @st.composite
 def specs(draw: st.DrawFn) -> TensorSpec:
-    dtype = draw(st.sampled_from(DTYPES))
+    dtype = draw(st.sampled_from(INPUT_DTYPES))
     names = st.none() | st.from_regex(r"[a-z_][a-z0-9_]{0,8}", fullmatch=True)
     sizes = st.integers(1, 10**17) | st.from_regex(r"[A-Z][A-Za-z0-9_]{0,4}", fullmatch=True)
     values = ["zeros", "ones", "padded", "0..2", "0..1", "spikes:0.25", "spikes:1"]
