@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -59,20 +59,25 @@ def _timed_briefly(_one_thread: None) -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def _states(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+@pytest.fixture(scope="session", autouse=True)
+def _state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """No test remembers anything among the files of whoever runs it."""
-    return (folder / str(number) for folder in [tmp_path_factory.mktemp("state")] for number in itertools.count())
+    folder = tmp_path_factory.mktemp("state")
+    with pytest.MonkeyPatch.context() as patch:
+        # One folder for all tests: another environment would start another fork server, which takes seconds.
+        patch.setenv("XDG_STATE_HOME", str(folder))
+        yield folder
 
 
 @pytest.fixture(autouse=True)
-def _own_state(_states: Iterator[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_remembered(_state: Path) -> None:
     """No test recalls what another one remembered."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(next(_states)))
+    shutil.rmtree(_state)
+    _state.mkdir()
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _one_import(_one_thread: None, request: pytest.FixtureRequest) -> Iterator[None]:
+def _one_import(_one_thread: None, _state: Path, request: pytest.FixtureRequest) -> Iterator[None]:
     """Of PyTorch, for all profiling subprocesses, if any test starts one."""
     from memopt_cli.measure import processes
 

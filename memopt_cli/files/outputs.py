@@ -78,9 +78,9 @@ def output_paths(location: str, output: str | None, *, plan_only: bool = False) 
     """Return the paths for an optimization of the model at ``location``.
 
     ``model.pt`` gives ``model.memopt.pt`` in its folder, ``package.module:build`` gives ``module.memopt.pt`` in the
-    working directory, and ``train.py:Net``, one class of several in a file, ``train.Net.memopt.pt``.  ``output`` names
-    the model's file instead; the other three follow its stem.  Raises :class:`UsageError` if ``output`` names no file,
-    or the original model.
+    working directory, and ``train.py:Net``, one of several in a file, ``train.Net.memopt.pt``.  ``output`` names the
+    model's file instead; the other three follow its stem.  Raises :class:`UsageError` if ``output`` names no file, or
+    the original model.
     """
     file = file_of(location)
     model = _output_path(Path(file), location.removeprefix(file).removeprefix(":")) if output is None else Path(output)
@@ -106,6 +106,6 @@ def _require_other(file: str, path: Path) -> None:
 def _output_path(file: Path, builder: str) -> Path:
     """Return the path of the optimized model: next to ``file``, or in the working directory if it has a ``builder``."""
     if builder:
-        kind = f".{builder}" if builder[:1].isupper() else ""
-        return Path(f"{file.stem if file.suffix == '.py' else file.name.rpartition('.')[2]}{kind}.memopt.pt")
+        ending = "" if builder == "build" else f".{builder}"
+        return Path(f"{file.stem if file.suffix == '.py' else file.name.rpartition('.')[2]}{ending}.memopt.pt")
     return file.parent / f"{file.resolve().name if file.is_dir() else file.stem}.memopt.pt"

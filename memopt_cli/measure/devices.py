@@ -35,7 +35,7 @@ def resolve_device(text: str) -> str:
     if index >= count:
         raise UsageError(
             f"there is no device {text}: PyTorch sees {format_count(count, 'CUDA device')}",
-            hint=f"Name one from cuda:0 to cuda:{count - 1}."
+            hint=f"Name {'one from cuda:0 to ' if count > 1 else ''}cuda:{count - 1}."
             if count
             else "Use the CPU, or check the driver and the PyTorch build.",
         )

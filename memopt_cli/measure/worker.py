@@ -19,11 +19,12 @@ from typing import Any, BinaryIO, TextIO, TypeVar, cast
 
 from torch import nn
 
-from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError, UsageError
+from memopt_cli.errors import ChangedFileError, FileFormatError, MemoptError
 from memopt_cli.inputs.spec_text import format_tensor, is_pretrained, with_sizes
 from memopt_cli.loading import bounds
 from memopt_cli.loading.input_spec import guessed_spec, unnamed_arguments
 from memopt_cli.loading.trust import UntrustedNamesError
+from memopt_cli.loading.user_code import IMPORTED_HINT
 from memopt_cli.measure import sandbox
 from memopt_cli.measure.answers import without_steps
 from memopt_cli.measure.answers.bench import Bench
@@ -186,8 +187,8 @@ def failure_of(error: Exception | KeyboardInterrupt) -> OutOfMemory | StepFailed
         attempt, _, _ = first.rpartition("DefaultCPUAllocator: ")[2].partition(" GPU ")
         return OutOfMemory(detail=attempt.removeprefix("CUDA out of memory. ").rstrip("."))
     hint = error.hint if isinstance(error, MemoptError) else ""
-    # The hint of such an error names the cause, such as a script that trains when it is imported.
-    is_explained = isinstance(error, FileFormatError | UsageError) and hint
+    # The hint names the cause, such as a script that trains when it is imported.
+    is_explained = (isinstance(error, FileFormatError) and hint) or hint == IMPORTED_HINT
     if not is_explained and sandbox.is_confined() and sandbox.is_refusal(error):
         hint = " ".join(filter(None, [hint, sandbox.HINT]))
     if isinstance(error, MemoptError):

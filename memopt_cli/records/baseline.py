@@ -215,6 +215,14 @@ class PlanChange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SavedGrowth:
+    """A tensor kept for backward, and its size before, when it was smaller."""
+
+    saved: SavedTensor
+    before_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
     """A training step's needs now and before, whether limits are exceeded, and what explains the changes."""
 
@@ -228,6 +236,8 @@ class Comparison:
     """Modules that changed, largest growth first."""
     new_saved: tuple[SavedTensor, ...]
     """Tensors among the largest kept for backward that had no counterpart before."""
+    grown_saved: tuple[SavedGrowth, ...] = ()
+    """Tensors among the largest kept for backward that were smaller before."""
     renames: tuple[Rename, ...]
     plan: PlanChange
     peak_before: PeakPlace | None

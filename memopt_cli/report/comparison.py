@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from memopt_cli.inputs.spec_text import format_layout
-from memopt_cli.records import SKIPS_LAYERS, Change, Comparison, Difference, PeakPlace, Verdict
+from memopt_cli.records import SKIPS_LAYERS, Change, Comparison, Difference, PeakPlace, SavedTensor, Verdict
 from memopt_cli.report.rank import TENSOR_PEAK
 from memopt_cli.text.paths import module_name
 from memopt_cli.text.units import format_bytes, format_count, format_seconds
@@ -86,12 +86,19 @@ def _causes(comparison: Comparison) -> Iterator[str]:
     yield from _size_changes(comparison)
     yield from _place_lines(comparison)
     for saved in comparison.new_saved[:_NAMED]:
-        origin = f"made by {saved.made_by.removeprefix('aten::')}" if saved.made_by else "an input"
-        place = f"kept by {saved.op.removeprefix('aten::')} of {module_name(saved.module)}"
-        yield f"new among the largest tensors kept for backward: {format_bytes(saved.nbytes)}, {origin}, {place}"
+        yield f"new among the largest tensors kept for backward: {format_bytes(saved.nbytes)}, {_origin(saved)}"
+    for grown in comparison.grown_saved[:_NAMED]:
+        sizes = f"{format_bytes(grown.before_bytes)} → {format_bytes(grown.saved.nbytes)}"
+        yield f"larger among the tensors kept for backward: {sizes}, {_origin(grown.saved)}"
     for rename in comparison.renames:
         names = f"{module_name(rename.before)} → {module_name(rename.after)}"
         yield f"renamed: {names} ({format_count(rename.modules, 'module')}), which takes no memory"
+
+
+def _origin(saved: SavedTensor) -> str:
+    """Return the operators that made and kept ``saved``, and the module."""
+    made = f"made by {saved.made_by.removeprefix('aten::')}" if saved.made_by else "an input"
+    return f"{made}, kept by {saved.op.removeprefix('aten::')} of {module_name(saved.module)}"
 
 
 def growth(comparison: Comparison) -> Iterator[str]:

@@ -78,7 +78,7 @@ class Piece:
 
     @property
     def half_lengths(self) -> tuple[int, int]:
-        """The lengths of the two halves; the first is the longer one, like the first chunk."""
+        """The lengths of the two halves, the longer one first, as :func:`torch.chunk` has it."""
         return self.length - self.length // 2, self.length // 2
 
 

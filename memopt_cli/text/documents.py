@@ -205,9 +205,13 @@ def read_yaml(path: Path, hint: str = "") -> Any:
     Raises :class:`UsageError` if it cannot be read or is not YAML; ``hint``: what the user should write into it.
     """
     try:
-        return _yaml_values(read_bytes(path, _MAX_YAML_BYTES))
+        data = read_bytes(path, _MAX_YAML_BYTES)
     except OSError as err:
         raise UsageError(f"cannot read {path}: {err.strerror}", hint="Check the path.") from err
+    if b"\0" in data:
+        raise UsageError(f"{path} is a binary file, such as a model or its weights, and not YAML", hint=hint)
+    try:
+        return _yaml_values(data)
     except (
         Exception
     ) as err:  # PyYAML's constructors raise whatever int(), datetime() and dict() raise; deep nesting too

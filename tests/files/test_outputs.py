@@ -18,6 +18,7 @@ from memopt_cli.files.outputs import check_outputs, output_paths, pair_paths
         ("model.pt", "x", "x x.summary.json x.plan.yaml"),
         ("sample_models.gpt:build", None, "gpt.memopt.pt gpt.memopt.summary.json gpt.memopt.plan.yaml"),
         ("d/gpt.py:build", None, "gpt.memopt.pt gpt.memopt.summary.json gpt.memopt.plan.yaml"),
+        ("d/gpt.py:small", None, "gpt.small.memopt.pt gpt.small.memopt.summary.json gpt.small.memopt.plan.yaml"),
         ("d/gpt.py:Net", None, "gpt.Net.memopt.pt gpt.Net.memopt.summary.json gpt.Net.memopt.plan.yaml"),
         (
             "gpt:Models.small",

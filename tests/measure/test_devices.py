@@ -60,4 +60,4 @@ def test_a_device_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert resolve_device("cuda") == "cuda:0"
     with pytest.raises(UsageError, match="no device cuda:2: PyTorch sees 1 CUDA device\n") as refused:
         resolve_device("cuda:2")
-    assert refused.value.hint == "Name one from cuda:0 to cuda:0."
+    assert refused.value.hint == "Name cuda:0."

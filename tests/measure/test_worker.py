@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt_cli.errors import LossError, PlanError, StepError, UsageError
 from memopt_cli.loading import bounds
+from memopt_cli.loading.user_code import IMPORTED_HINT
 from memopt_cli.measure import replies, sandbox, wire
 from memopt_cli.measure.allocated import MarkedStep, StepAllocations, measure_allocated
 from memopt_cli.measure.answers import timed, without_data
@@ -637,12 +638,12 @@ def test_of_modules_alike_but_for_their_widths_the_quickest_is_tried(monkeypatch
 def test_a_script_that_writes_as_it_is_imported_is_told_where_that_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
     """And not to take the wall down."""
     monkeypatch.setattr(sandbox, "is_confined", lambda: True)
-    error = UsageError("importing train.py failed: Permission denied", hint='Put it under if __name__ == "__main__":.')
+    error = UsageError("importing train.py failed: Permission denied", hint=IMPORTED_HINT)
     error.__cause__ = PermissionError(13, "Permission denied")
     assert failure_of(error) == StepFailed.from_error(error, error.hint)
-    other = StepError("forward failed", hint="Give other inputs.")
-    other.__cause__ = PermissionError(13, "Permission denied")
-    assert sandbox.HINT in failure_of(other).hint
+    for other in (StepError("forward failed", hint="Give other inputs."), UsageError("make failed", hint="Run it.")):
+        other.__cause__ = PermissionError(13, "Permission denied")
+        assert sandbox.HINT in failure_of(other).hint
 
 
 def test_an_answer_too_long_to_be_read_is_a_failure_that_says_so() -> None:

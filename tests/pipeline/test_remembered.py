@@ -105,7 +105,7 @@ def test_guesses_code_and_other_files_are_not_taken(spec: InputSpec) -> None:
 
 def test_of_code_only_its_own_are_taken() -> None:
     spec = InputSpec(tensors=INPUTS, dims={"B": 4}, source=TYPED)
-    write(spec, "build.memopt.plan.yaml", model="build.py:make")
+    write(spec, "build.make.memopt.plan.yaml", model="build.py:make")
     assert remembered_inputs("build.py:other") is None
     assert remembered_inputs("build.py:make") is not None
 

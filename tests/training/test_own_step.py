@@ -308,16 +308,16 @@ def test_a_step_is_optimized_and_trains_as_before(memopt: Callable[..., Done], t
     done = memopt("optimize", f"{STEPS}:two_rounds", *arguments)
     assert done.code == 0, done.err
     assert done.changed == {
-        "own_steps.memopt.plan.yaml",
-        "own_steps.memopt.summary.json",
-        "own_steps.memopt.batch.yaml",
+        "own_steps.two_rounds.memopt.plan.yaml",
+        "own_steps.two_rounds.memopt.summary.json",
+        "own_steps.two_rounds.memopt.batch.yaml",
     }
-    assert "step = two_rounds(); memopt_cli.apply_plan(step, 'own_steps.memopt.plan.yaml')" in done.out
+    assert "step = two_rounds(); memopt_cli.apply_plan(step, 'own_steps.two_rounds.memopt.plan.yaml')" in done.out
     torch.manual_seed(0)
     plain = steps.two_rounds()
     torch.manual_seed(0)
     planned = steps.two_rounds()
-    assert memopt_cli.apply_plan(planned, tmp_path / "own_steps.memopt.plan.yaml") is planned
+    assert memopt_cli.apply_plan(planned, tmp_path / "own_steps.two_rounds.memopt.plan.yaml") is planned
     assert memopt_cli.plan_of(join_models(planned)).segments
     batches = list(torch.randn(5, 2048, 8, generator=torch.Generator().manual_seed(3)))
     assert trained(plain, batches) == trained(planned, batches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -22,6 +21,7 @@ from memopt_cli.records import (
     ModuleChange,
     Plan,
     PlanChange,
+    SavedGrowth,
     SavedTensor,
     ShorterStep,
     StepMemory,
@@ -105,6 +105,7 @@ def _compare(before: Baseline, after: Baseline, limits: Sequence[Limit], at: str
     recorded = old.peak is not None and new.peak is not None
     renames, moves = find_renames(old.modules, new.modules)
     values_before, values_after = _values(old), _values(new)
+    new_saved, grown_saved = _new_and_grown(old.saved, new.saved, moves) if recorded else ((), ())
     changes = {m: Change(metric=m, before=values_before[m], after=values_after[m]) for m in METRICS}
     return Comparison(
         before=before.header,
@@ -112,7 +113,8 @@ def _compare(before: Baseline, after: Baseline, limits: Sequence[Limit], at: str
         changes=tuple(changes.values()),
         verdicts=tuple(judge(limit, changes[limit.metric], at) for limit in limits),
         modules=_module_changes(old.modules, new.modules, moves) if recorded else (),
-        new_saved=_new_saved(old.saved, new.saved, moves) if recorded else (),
+        new_saved=new_saved,
+        grown_saved=grown_saved,
         renames=renames,
         plan=_plan_change(old.plan.at(before.header.spec.dims), new.plan.at(after.header.spec.dims), moves),
         peak_before=old.peak,
@@ -183,23 +185,37 @@ def _with_step_as_module(modules: Iterable[ModuleBytes]) -> Iterator[ModuleBytes
             yield ModuleBytes(path=_STEP_PATH, class_name=", ".join(step_bytes), output_bytes=0, held_bytes=step_bytes)
 
 
-def _new_saved(before: Sequence[SavedTensor], after: Sequence[SavedTensor], moves: Moves) -> tuple[SavedTensor, ...]:
-    """Return the saved tensors of ``after`` that have no counterpart in ``before``.
+def _new_and_grown(
+    before: Sequence[SavedTensor], after: Sequence[SavedTensor], moves: Moves
+) -> tuple[tuple[SavedTensor, ...], tuple[SavedGrowth, ...]]:
+    """Return the saved tensors of ``after`` that have no counterpart in ``before``, and those that were smaller.
 
     A baseline names only its :data:`MAX_SAVED_TENSORS` largest, so smaller tensors do not count as new.
     """
     smallest_bytes = before[-1].nbytes if len(before) == MAX_SAVED_TENSORS else 0
-    counts = Counter(_saved_key(saved, moves) for saved in before)
-    new_tensors = []
+    sizes: dict[tuple[str, ...], list[int]] = {}
+    for saved in before:
+        sizes.setdefault(_place_of(saved, moves), []).append(saved.nbytes)
+    changed = []
     for saved in after:
-        counts[_saved_key(saved, {})] -= 1
-        if counts[_saved_key(saved, {})] < 0 and saved.nbytes > smallest_bytes:
-            new_tensors.append(saved)
-    return tuple(new_tensors)
+        same_place = sizes.get(_place_of(saved, {}), [])
+        if saved.nbytes in same_place:
+            same_place.remove(saved.nbytes)
+        elif saved.nbytes > smallest_bytes:
+            changed.append(saved)
+    new, grown = [], []
+    for saved in changed:
+        smaller = [size for size in sizes.get(_place_of(saved, {}), []) if size < saved.nbytes]
+        if smaller:
+            sizes[_place_of(saved, {})].remove(max(smaller))
+            grown.append(SavedGrowth(saved=saved, before_bytes=max(smaller)))
+        else:
+            new.append(saved)
+    return tuple(new), tuple(grown)
 
 
-def _saved_key(saved: SavedTensor, moves: Moves) -> tuple[object, ...]:
-    return saved.nbytes, saved.made_by, saved.op, moves.get(saved.module, saved.module)
+def _place_of(saved: SavedTensor, moves: Moves) -> tuple[str, ...]:
+    return saved.made_by, saved.op, moves.get(saved.module, saved.module)
 
 
 def _plan_change(before: Plan, after: Plan, moves: Moves) -> PlanChange:

@@ -2,8 +2,8 @@
 
 The search only predicts peaks and slowdowns; measurements decide.  They start with the plan of the highest level and go
 down until one is worth its time.  A plan that is too slow gives way to one predicted to be faster in the same
-proportion, a few times at most; then plans between the two are tried.  If no plan is worth its time, the model stays
-unchanged.
+proportion, a few times at most; a plan that leaves much of the time gives way, once, to one that peaks lower.  If no
+plan is worth its time, the model stays unchanged.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ _MIN_EXTRA = 0.001
 """Lower bound on a predicted extra time, as a share of the original's step, by which a measured one is divided."""
 _FAR_SHARE = 0.8
 """An error of predictions below this share of the one that chose the plan leaves time for a plan that peaks lower."""
+_LEAST_ERROR = 0.6
+"""Lower bound on an error of predictions: a plan that seems faster still was measured in a lucky moment."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -235,15 +237,16 @@ class Climb:
         return self._with_original(row)
 
     def _use_time_left(self, fast: LevelRow) -> LevelRow:
-        """Return ``fast``, a row that keeps the limit, or one that peaks lower, if plans before it were far too slow.
+        """Return ``fast``, a row that keeps the limit, or one that peaks lower, if ``fast`` leaves much of the time.
 
-        Those may have been measured while the machine was busy, in this search or in an earlier one.  The measurement
-        of ``fast`` says how far to go back.  What was learnt is remembered for the next search.
+        It does where predictions are too slow, or where plans before it were measured while the machine was busy, in
+        this search or in an earlier one.  The measurement of ``fast`` says how far to go.  What was learnt is
+        remembered for the next search.
         """
         used_error = self._error_used()
         if isinstance(fast.outcome, Measurement) and isinstance(self._original, Measurement):
             slowdown = fast.outcome.slowdown(self._original) + fast.outcome.slowdown_error
-            error = max(1.0, _extra_time_error(slowdown, fast.predicted_slowdown or self._limit))
+            error = max(_LEAST_ERROR, _extra_time_error(slowdown, fast.predicted_slowdown or self._limit))
             if error < _FAR_SHARE * used_error:
                 max_predicted = self._limit_of_predictions(PREDICTED_SHARE, error)
                 row, dropped = self._with_measurement(self._search_faster(fast, max_predicted))

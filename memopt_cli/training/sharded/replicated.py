@@ -138,6 +138,11 @@ class Reducer:
             hook = functools.partial(self._on_gradient, number)
             parameter.register_post_accumulate_grad_hook(hook)
 
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _not_predicted(name.strip("_"))
+
     def prepare_for_forward(self) -> None:
         """Do nothing: no forward needs preparation."""
 

@@ -30,6 +30,7 @@ from memopt_cli.records import (
     PlanChange,
     PlanRange,
     Rename,
+    SavedGrowth,
     SavedTensor,
     SegmentPlan,
     ShorterStep,
@@ -225,8 +226,9 @@ def test_bytes_that_change_their_category_are_a_change() -> None:
 def test_new_tensors_are_those_without_a_counterpart() -> None:
     old = a_baseline(saved=(a_saved(30), a_saved(20), a_saved(20)))
     new = a_baseline(saved=(a_saved(40), a_saved(30, op="aten::mul"), a_saved(20), a_saved(20), a_saved(20)))
-    found = compare(old, new).new_saved
-    assert found == (a_saved(40), a_saved(30, op="aten::mul"), a_saved(20))
+    found = compare(old, new)
+    assert found.new_saved == (a_saved(30, op="aten::mul"), a_saved(20))
+    assert found.grown_saved == (SavedGrowth(saved=a_saved(40), before_bytes=30),)
 
 
 def test_a_tensor_too_small_for_the_baseline_is_not_called_new() -> None:

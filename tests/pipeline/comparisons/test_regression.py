@@ -191,10 +191,12 @@ def test_a_layer_is_widened(history: History, recorded: Baseline) -> None:
         "features.1.widen": 128 * 129 * 4,
         "features.1.narrow": 128 * 128 * 4,
     }
-    assert [(saved.nbytes, saved.module) for saved in found.new_saved] == [(BATCH * 384 * 4, "features.1.act")]
+    grown = [(growth.before_bytes, growth.saved.nbytes, growth.saved.module) for growth in found.grown_saved]
+    assert (found.new_saved, grown) == ((), [(BATCH * 256 * 4, BATCH * 384 * 4, "features.1.act")])
     assert not found.renames
     said = list(reasons(found))
     assert any(line.startswith("parameters changed: features.1.widen (Linear) +64.5 KiB") for line in said)
+    assert any(line.startswith("larger among the tensors kept for backward: ") for line in said)
     assert not any("model file is the same" in line for line in said)
 
 

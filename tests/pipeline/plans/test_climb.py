@@ -148,7 +148,7 @@ def test_a_longer_search_is_for_plans_as_fast_as_they_must_be(
 
 def test_a_plan_at_the_very_limit_is_taken_only_where_there_is_no_other() -> None:
     for plans, expected in (({600: 1.32, 700: 1.29}, [700]), ({600: 1.32}, [600])):
-        found, asked = climb({1: plans}, measured)
+        found, asked = climb({1: plans}, lambda peak, plans=plans: measured(peak, plans[peak]))
         found.rows()
         assert asked == expected
 
@@ -280,6 +280,18 @@ def test_the_next_search_begins_where_the_last_one_ended(known_step: Callable[[]
         (row,) = found.rows()
         assert asked == expected
         assert row.predicted_allocated_peak_bytes == 640
+
+
+@pytest.mark.parametrize(("slower", "applied"), [(1.3, 500), (1.4, 700)])
+def test_a_plan_faster_than_predicted_leaves_time_for_one_that_peaks_lower(
+    slower: float, applied: int, known_step: Callable[[], EarlierSearches]
+) -> None:
+    """And the next search begins with it."""
+    for expected in [700, 500], ([applied] if applied == 500 else [700, 500]):
+        found, asked = climb({1: {500: 1.42, 700: 1.29}}, lambda peak: measured(peak, slower if peak == 500 else 1.2))
+        found.search = replace(found.search, earlier=known_step())
+        (row,) = found.rows()
+        assert (asked, row.predicted_allocated_peak_bytes) == (expected, applied)
 
 
 @pytest.mark.parametrize(("error", "later", "applied"), [(0.02, 1.32, 600), (0.02, 1.34, 900), (0.0, 1.32, 600)])

@@ -197,6 +197,7 @@ def test_a_rank_is_made_once_for_all_sizes_of_its_batch(case: Case) -> None:
         (wrong.older, 3, "FSDP1"),
         (wrong.compiled, 3, "returns a compiled model, which cannot be predicted"),
         (wrong.hooked, 3, "with register_comm_hook cannot be predicted"),
+        (wrong.static, 3, "with set_static_graph cannot be predicted"),
         pytest.param(
             *(wrong.batched, 3, "with bucket_cap_mb_list cannot be predicted"),
             marks=pytest.mark.skipif(

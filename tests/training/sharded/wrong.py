@@ -35,6 +35,12 @@ def hooked(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return wrapper
 
 
+def static(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    wrapper = DistributedDataParallel(model)
+    wrapper._set_static_graph()
+    return wrapper
+
+
 def batched(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(model, bucket_cap_mb_list=[1, 2])
 
