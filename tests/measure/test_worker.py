@@ -303,7 +303,7 @@ def test_a_pass_of_several_finds_the_memory_of_the_gradients_that_others_left(wo
 def test_an_update_is_what_clips_and_what_optimizers_do(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
     monkeypatch.setattr(timed.time, "perf_counter", lambda: float(2 ** next(clock)))
-    step = timed._Timed("cpu")
+    step = timed._StepTimes("cpu")
     with step.running():  # at 1
         for phase in ("forward", "backward", "clip", "update", "forward", "backward", "update"):
             step.enter(phase)  # at 2, 4 and 8
