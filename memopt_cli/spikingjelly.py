@@ -192,7 +192,7 @@ def memory_optimization(
             if dummy_input is not None:
                 raise OptionError(
                     "both dummy_input and example_forward are given",
-                    hint="Give one of them, which is enough to run the model.",
+                    hint="Pass one of them, which is enough to run the model.",
                 )
             inputs = inputs_of(net, example_forward)
         is_default = level is None and profile is None and prefer is None
@@ -356,7 +356,7 @@ def _verify_on_guess(
     except MemoptError as err:
         outcome = StepFailed(message=err.message)
     if not isinstance(outcome, Verification):
-        findings.notes.append(f"Not verified: {describe(outcome)}. Give inputs with dummy_input.")
+        findings.notes.append(f"Not verified: {describe(outcome)}. Pass inputs as dummy_input.")
         return None
     if not outcome.passed:
         raise difference_error(dropped_unmeasured(findings.plan, outcome))
@@ -371,7 +371,7 @@ def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]
     """Return inputs guessed from the layers of ``net``.  Raises :class:`StepError` if no layer allows a guess."""
     spec = guessed_spec(net)
     if spec is None:
-        raise StepError("no layer reveals the shape of its inputs", hint="Give dummy_input=(x, …).")
+        raise StepError("no layer reveals the shape of its inputs", hint="Pass dummy_input=(x, …).")
     return make_inputs(spec, seed=settings.seed, device="cpu", dtype=None)[0]
 
 
@@ -429,7 +429,7 @@ def _unobserved_compressors(plan: Plan) -> list[str]:
     stored = ["Without dummy_input, inputs are stored packed only where x_compressor is set."]
     tried = [
         f"x_compressor was not tried on your inputs in {format_some(untried)}: an input that it would not restore bit "
-        "for bit is stored as it is. Give dummy_input."
+        "for bit is stored as it is. Pass dummy_input."
     ]
     return [*(stored if plan.segments else ()), *(tried if untried else ())]
 
@@ -439,7 +439,7 @@ def _instance_paths(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[
     for kind in kinds:
         if not isinstance(kind, type):
             raise OptionError(
-                f"instance holds {kind!r}, which is not a class", hint="Give a class, or a tuple of classes."
+                f"instance holds {kind!r}, which is not a class", hint="Pass a class, or a tuple of classes."
             )
     return tuple(path for path, module in net.named_modules() if isinstance(module, kinds))
 

@@ -378,7 +378,7 @@ UNMEASURED = (lambda net: gc(net, Block), lambda net: summary_of(net, Block, lev
 def test_without_inputs_the_compressors_that_were_not_tried_on_them_are_named(compressor: object, name: str) -> None:
     said = (
         "x_compressor was not tried on your inputs in '1': an input that it would not restore bit for bit is stored "
-        "as it is. Give dummy_input."
+        "as it is. Pass dummy_input."
     )
     assert installed_without_inputs(compressor, *UNMEASURED) == [(name, said)] * 2
 
@@ -554,7 +554,7 @@ def test_level_1_without_inputs_is_verified_where_its_layers_suggest_them() -> N
         assert summary.verification is None
         (note,) = (note for note in summary.notes if note.startswith("Not verified: "))
         assert reason in note
-        assert note.endswith(" Give inputs with dummy_input.")
+        assert note.endswith(" Pass inputs as dummy_input.")
         assert segments(net)
 
 

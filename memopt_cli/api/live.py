@@ -451,7 +451,7 @@ def check(
     """
     limits = tuple(map(parse_limit, check_names("fail_on", fail_on)))
     if not limits:
-        raise OptionError("fail_on is empty: nothing could fail", hint='Give for example "peak:5%".')
+        raise OptionError("fail_on is empty: nothing could fail", hint='For example: "peak:5%".')
     functions = check_functions(loss, optimizer)
     limit_s = check_option("timeout", timeout)
     spec = _description(inputs, dims)

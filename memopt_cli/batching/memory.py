@@ -116,7 +116,7 @@ def usage_share(memory_usage: float, capacity_bytes: int) -> float:
     if not math.isfinite(memory_usage) or memory_usage < 0:
         raise UsageError(
             f"memory usage is {memory_usage!r}, which is neither a share nor bytes",
-            hint="Give a share of capacity (0 to 1) or bytes.",
+            hint="Pass a share of capacity (0 to 1) or bytes.",
         )
     return memory_usage if memory_usage <= 1 else memory_usage / capacity_bytes
 

@@ -66,7 +66,7 @@ def check_paths(model: nn.Module, path: str) -> None:
         if characters_left < 0:
             raise FileFormatError(
                 f"{path} was not loaded: the paths of its modules take more than {_MAX_PATH_CHARACTERS} characters",
-                hint="Give its modules shorter names.",
+                hint="Shorten the names of its modules.",
             )
         unseen_children = [(name, child) for name, child in children if id(child) not in seen]
         seen.update(id(child) for _, child in unseen_children)

@@ -111,7 +111,7 @@ def read_spec_file(path: str | Path) -> InputSpec:
     Raises :class:`UsageError`, which names the file, for an unknown or missing key and for a wrong value.
     """
     path = Path(path)
-    data = read_yaml(path, "Write for example inputs: [{shape: BxS, dtype: int64}] and dims: {B: 8, S: 128}.")
+    data = read_yaml(path, "For example: inputs: [{shape: BxS, dtype: int64}] and dims: {B: 8, S: 128}.")
     try:
         _check_keys(data, ("inputs", "dims"), "the file")
         inputs, dims = data.get("inputs"), data.get("dims") or {}
@@ -130,7 +130,7 @@ def _read_tensor(item: Any) -> TensorSpec:
         return parse_tensor(item)
     _check_keys(item, ("name", "shape", "dtype", "values"), "an input")
     if "shape" not in item:
-        raise UsageError("an input lacks the key 'shape'", hint="Write for example shape: BxS.")
+        raise UsageError("an input lacks the key 'shape'", hint="For example: shape: BxS.")
     shape = item["shape"]
     name = item.get("name")
     dtype = parse_dtype(str(item.get("dtype", "float32")))

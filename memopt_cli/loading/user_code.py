@@ -101,7 +101,7 @@ class UserCode:
                     raise UsageError(f"the code path {path}: {refusal}")
                 raise UsageError(
                     f"the code path {str(path)!r} is neither a folder nor a Python file",
-                    hint="Give a .py file or its folder.",
+                    hint="Use a .py file or its folder.",
                 )
             if not path.exists():
                 raise UsageError(f"the code path {path} does not exist", hint="Check the path.")

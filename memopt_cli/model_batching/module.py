@@ -61,7 +61,7 @@ class BatchModule(nn.Module):
         super().__init__()
         check_models(batch)
         if not isinstance(model, nn.Module):
-            raise UsageError(f"model is {type_in_words(model)}", hint="Give a torch.nn.Module.")
+            raise UsageError(f"model is {type_in_words(model)}", hint="Pass a torch.nn.Module.")
         if route not in ("auto", *get_args(RouteName)):
             raise UsageError(f"unknown route '{route}'", hint=f"Known: auto, {', '.join(get_args(RouteName))}.")
         self.batch = batch

@@ -47,10 +47,10 @@ class OnlineAlgorithm(nn.Module):
         """
         super().__init__()
         if not isinstance(model, nn.Module):
-            raise UsageError(f"model is {type_in_words(model)}", hint="Give a torch.nn.Module of one time step.")
+            raise UsageError(f"model is {type_in_words(model)}", hint="Pass a torch.nn.Module of one time step.")
         check_mode(mode)
         if vjp_method not in ("single-step", "multi-step"):
-            raise UsageError(f"unknown vjp_method {vjp_method!r}", hint='Give "single-step" or "multi-step".')
+            raise UsageError(f"unknown vjp_method {vjp_method!r}", hint='Use "single-step" or "multi-step".')
         self.model = model
         self.mode = environ.mode if mode is None else mode
         self.vjp_method = vjp_method
@@ -138,7 +138,7 @@ class OnlineAlgorithm(nn.Module):
         window = self.vjp_method == "multi-step"
         steps = list(zip(*inputs, strict=True)) if window else [inputs]
         if not steps:
-            raise MemoptError("the window has no steps", hint="Give inputs [steps, ...] of at least one time step.")
+            raise MemoptError("the window has no steps", hint="Pass inputs [steps, ...] of at least one time step.")
         self._sizes.check(steps[0])
         if self.traces:
             self._past.check(self._carried_tensors())
@@ -220,12 +220,12 @@ class ES_D_RTRL(OnlineAlgorithm):
         """
         super().__init__(model, mode=mode, vjp_method=vjp_method)
         if correction not in ("reference", "exact", "none"):
-            raise UsageError(f"unknown correction {correction!r}", hint='Give "reference", "exact" or "none".')
+            raise UsageError(f"unknown correction {correction!r}", hint='Use "reference", "exact" or "none".')
         self.decay, self.rank = parse_decay_or_rank(decay_or_rank)
         if correction == "reference" and self.decay == 0:
             raise UsageError(
                 "a decay of 0 (rank 1) excludes the reference's correction, which would divide by 1 - 1^t = 0",
-                hint='Give correction="exact", or a rank of 2 or more.',
+                hint='Use correction="exact", or a rank of 2 or more.',
             )
         self.correction = correction
         self._base = 1 - self.decay if correction == "reference" else self.decay
@@ -276,7 +276,7 @@ def parse_decay_or_rank(decay_or_rank: float | int) -> tuple[float, int]:
     if isinstance(decay_or_rank, float) and 0 < decay_or_rank < 1:
         return decay_or_rank, round(2 / (1 - decay_or_rank) - 1)
     raise UsageError(
-        f"invalid decay_or_rank {decay_or_rank!r}", hint="Give a decay above 0.0 and below 1.0, or a rank: 1, 2 …"
+        f"invalid decay_or_rank {decay_or_rank!r}", hint="Pass a decay above 0.0 and below 1.0, or a rank: 1, 2 …"
     )
 
 

@@ -320,7 +320,7 @@ class BatchRequest(StepRequest):
         if self.card is None and isinstance(self.memory, float):
             raise OptionError(
                 "the memory of a rank's device is not known",
-                hint="Give bytes, `--memory 80GiB`, or a card, `--for h100-80gb`.",
+                hint="Use a size, `--memory 80GiB`, or a card, `--for h100-80gb`.",
             )
         excluded = {
             "`--global-batch`": self.global_batch,

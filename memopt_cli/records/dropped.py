@@ -109,8 +109,8 @@ class Differs:
         paths = [quote_module(part.segment) for part in self.left_out if part.segment is not None]
         module = paths[0] if paths else "a module"
         return (
-            f"If {module} reads or changes state outside of modules (a file, a C extension), keep the state in an "
-            "attribute of a module, or name other modules with `--target`. Otherwise please report the difference."
+            f"If {module} uses state that memopt cannot see (a file, a C extension), keep the state in an attribute of "
+            "a module, or leave the module out with `--target`. Otherwise please report the difference as a bug."
         )
 
 

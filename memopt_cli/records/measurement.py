@@ -258,12 +258,12 @@ def describe(failure: Failure) -> str:
     """Explain in one sentence why there is no measurement."""
     match failure:
         case OutOfMemory(needed_bytes=needed, free_bytes=free) if needed:
-            return f"not run here: it needs {format_bytes(needed)}, and {format_bytes(free)} is free"
+            return f"not run: it needs {format_bytes(needed)}, and only {format_bytes(free)} is free"
         case OutOfMemory(detail=detail):
             return f"out of memory ({detail})" if detail else "out of memory"
         case TimedOut(limit_s=limit_s):
             return f"the step ran past its time limit of {limit_s:g} s"
         case Crashed(reason=reason):
-            return f"the profiling subprocess was lost: {reason}"
+            return f"the profiling subprocess died: {reason}"
         case StepFailed(message=message):
             return message

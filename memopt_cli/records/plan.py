@@ -29,9 +29,7 @@ MAX_NORMS = 2
 and in backward."""
 BUDGETED: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 """Backends of ``torch.compile`` that respect ``activation_memory_budget``: PyTorch's partitioner reads it."""
-_RANGES_HINT = (
-    "Write for example by: {dim: S, argument: input_ids, axis: 1} and ranges: [{up_to: 512}, {up_to: 2048, …}]."
-)
+_RANGES_HINT = "For example: by: {dim: S, argument: input_ids, axis: 1} and ranges: [{up_to: 512}, {up_to: 2048, …}]."
 
 
 class _ShortRepr:
@@ -118,16 +116,18 @@ class InputDimension:
         arguments = self.argument if isinstance(self.argument, tuple) else (self.argument,)
         for argument in arguments:
             if isinstance(argument, int) and argument < 0:
-                raise UsageError(f"the argument {argument} is not a position", hint="Positions count from 0.")
+                raise UsageError(
+                    f"argument: {argument} is negative", hint="Use a position from 0, or the argument's name."
+                )
         if isinstance(self.argument, tuple) and (
             not isinstance(self.axis, tuple) or not 0 < len(arguments) == len(self.axis)
         ):
             raise UsageError(
-                "several arguments need as many axes",
-                hint="Write for example argument: [source, target], axis: [1, 1].",
+                "by: a list of arguments needs a list of as many axes",
+                hint="For example: argument: [source, target], axis: [1, 1].",
             )
         if not self.dim.strip():
-            raise UsageError("the dimension has no symbol", hint="Write for example dim: S.")
+            raise UsageError("the dimension has no symbol", hint="For example: dim: S.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -206,10 +206,8 @@ class Plan(_ShortRepr):
 
     def __post_init__(self) -> None:
         if (self.by is None) != (not self.ranges):
-            raise UsageError(
-                "a plan has by without ranges, or ranges without by: by names the dimension that the ranges divide",
-                hint=_RANGES_HINT,
-            )
+            fault = "ranges, but no 'by', the dimension that they divide" if self.ranges else "'by', but no ranges"
+            raise UsageError(f"the plan has {fault}", hint=_RANGES_HINT)
         if self.ranges and (self.segments or self.packed or self.place != "device"):
             raise UsageError(
                 "a plan has ranges, and in addition segments, packed or place for inputs of any size",

@@ -323,6 +323,11 @@ class _Norms(TorchFunctionMode):
             raise _Unknown(self._reached_norm(input, running_mean, running_var))
         norm = self._unused.pop(0)
         statistics, reached = norm.statistics, norm.chunks[self._index]
+        if statistics.count == 1:
+            raise ValueError(
+                f"{label_of(self._module)}: a batch norm needs more than one value per channel in training, but got "
+                f"one, in an input of shape {tuple(input.shape)}. Use a larger batch, or call eval()."
+            )
         if reached.source not in (None, self._source_index(input, reached.link)):
             self._refuse("runs different operators before a batch norm when it is recomputed")
         if reached.link is not None:
@@ -488,8 +493,6 @@ def _scale_and_shift(
     x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """Return ``(x - mean) / sqrt(variance + eps) * weight + bias``, computed as ``x * scale + shift``."""
-    if statistics.count == 1:
-        raise ValueError(f"batch statistics of one value per channel, in an input of shape {tuple(x.shape)}")
     scale = (statistics.variance + eps).rsqrt()
     if weight is not None:
         scale = scale * weight

@@ -397,7 +397,7 @@ def _run_through_loss(
     is_eager = not torch.compiler.is_compiling() and not is_transforming()
     if not (module.training and is_eager and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    with Deferring(config_of(module).chunks):
+    with Deferring(config_of(module).chunks, label_of(module)):
         return forward(*args, **kwargs)
 
 

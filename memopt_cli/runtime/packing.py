@@ -162,9 +162,9 @@ class _Unpacked:
 def _require_unmodified(tensor: Tensor, version: int | None) -> Tensor:
     if version_of(tensor) != version:
         raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place between forward and "
-            f"backward (version {version} -> {version_of(tensor)}). Call backward before the in-place change, or make "
-            "it out of place."
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place before backward "
+            f"(version {version} -> {version_of(tensor)}). Call backward before the modification, or use an "
+            "out-of-place operation there."
         )
     return tensor
 

@@ -23,6 +23,7 @@ from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.compressor import (
     COMPRESSORS,
     OWN_COMPRESSOR,
+    ModifiedError,
     OwnCompressor,
     Packed,
     SpikeCompressor,
@@ -108,7 +109,7 @@ def call_checkpointed(
         run.state_tensors = functools.partial(_RecomputedWhenRead, [outer.hold_input(t) for t in state_tensors])
     else:
         inputs.keep(tensors)
-        run.inputs = lambda: leaves(inputs.tensors())
+        run.inputs = lambda: leaves(inputs.tensors(module))
         if starts is not None:
             # Do not capture ``run``: it refers to ``starts``, and the cycle would outlive backward.
             stored_inputs = run.inputs
@@ -304,9 +305,15 @@ class PackedInputs:
             note_stored(tensor, packed)
             self._stored.append(packed if self.parcel is None else self.parcel.take(packed))
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that were stored."""
-        return [
-            s if isinstance(s, Tensor) else load(self._compressor, s if isinstance(s, Packed) else s.get())
-            for s in self._stored
-        ]
+    def tensors(self, module: nn.Module) -> list[Tensor]:
+        """Return the tensors that were stored.
+
+        Raises :class:`RuntimeError`, which names ``module``, if one of them was modified in place.
+        """
+        try:
+            return [
+                s if isinstance(s, Tensor) else load(self._compressor, s if isinstance(s, Packed) else s.get())
+                for s in self._stored
+            ]
+        except ModifiedError as error:
+            raise RuntimeError(f"{label_of(module)}: {error}") from None

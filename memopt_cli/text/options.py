@@ -580,7 +580,7 @@ def check_option(name: str, value: object, kind: ValueKind | None = None) -> Any
     try:
         return checked.check(value)
     except ValueError as refusal:
-        raise OptionError(f"{name} is {for_message(value)}", hint=f"Give {refusal}.") from None
+        raise OptionError(f"{name} is {for_message(value)}", hint=f"Use {refusal}.") from None
 
 
 def check_option_if_given(name: str, value: object) -> Any:

@@ -19,7 +19,7 @@ from memopt_cli.trace import count_step
 from memopt_cli.training.step import Step
 from tests.zoo.models import Parts
 
-PLAN_OR_PATH = "Give a memopt_cli.Plan, such as the .plan of a result, or the path of its file."
+PLAN_OR_PATH = "Pass a memopt_cli.Plan, such as the .plan of a result, or the path of its file."
 
 
 @pytest.mark.parametrize(("given", "told"), [(None, "None"), (3, "3"), ({}, "a dict"), (nn.Linear, "the class Linear")])

@@ -394,7 +394,7 @@ def test_a_subprocess_has_the_time_that_is_given(
     with pytest.raises(MeasurementError) as error:
         call(made_step if name == "optimize_step" else made(), (x,), timeout=7)
     assert error.value.message.endswith("the step ran past its time limit of 7 s")
-    assert error.value.hint == "Raise timeout, or give smaller inputs."
+    assert error.value.hint == "Raise timeout, or use smaller inputs."
 
 
 def made_step() -> memopt_cli.Step:

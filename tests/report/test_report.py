@@ -231,8 +231,8 @@ def test_the_figure_of_one_step_promises_nothing_of_later_ones(summary: MemOptSu
 def test_a_step_that_rounding_changes_by_more_than_half_of_the_digits_is_told(summary: MemOptSummary) -> None:
     assert summary.verification is not None
     said = (
-        "as measured, a tensor differs by 3.4% of its norm: rounding in chunks tips choices, such as a spike or a "
-        "ReLU's sign, and two training runs drift apart; "
+        "as measured, a tensor differs by 3.4% of its norm: rounding in chunks can flip a spike or the sign of a "
+        "ReLU's input, so two training runs drift apart; "
     )
     for passed, count in ((True, 1), (False, 0)):
         summary.verification = replace(summary.verification, exact=False, passed=passed, rounding=0.034)
@@ -249,7 +249,7 @@ def test_a_difference_of_parameters_in_bfloat16_is_put_down_to_their_rounding(su
 
 
 def test_a_peak_that_depends_on_the_data_is_said_to_do_so(summary: MemOptSummary) -> None:
-    said = "the peak depends on the data: segments packed as sparse take more memory"
+    said = "the peak depends on the data: inputs packed as sparse take more memory"
     assert said not in shown(TextReport(), result(summary))
     summary.plan = Plan(segments=(SegmentPlan(path="features.0", compressor="sparse"),))
     assert said in shown(TextReport(), result(summary))
@@ -415,7 +415,11 @@ def test_another_search_is_told_how_to_replace_the_files_that_were_written(
 @pytest.mark.parametrize(
     ("is_limited", "is_measured", "said"),
     [
-        (True, False, "batch: up to about 37 predicted to fit, 7.9 GiB of 8.0 GiB; --recommend-batch runs it"),
+        (
+            True,
+            False,
+            "batch: up to about 37 should fit, 7.9 GiB of 8.0 GiB (predicted); --recommend-batch measures it",
+        ),
         (
             True,
             True,
@@ -424,7 +428,7 @@ def test_another_search_is_told_how_to_replace_the_files_that_were_written(
         (
             False,
             False,
-            "batch: about 37 predicted to fit into 8.0 GiB; --recommend-batch finds one by runs",
+            "batch: about 37 should fit into 8.0 GiB (predicted); --recommend-batch measures it",
         ),
     ],
 )
@@ -555,8 +559,8 @@ def test_the_headline_says_how_far_apart_rounding_leaves_tensors(
         ),
         (
             replace(VERIFIED, inexact=("blocks.0", "blocks.1")),
-            "NOT exact, as allowed: every chunk uses its own batch statistics in blocks.0, blocks.1 (verified with "
-            "fixed ones)",
+            "results differ, as --allow-inexact permits: batch norms use each chunk's own statistics in blocks.0, "
+            "blocks.1 (verified with fixed statistics)",
         ),
         (
             replace(VERIFIED, passed=False, worst_name="fc.weight", worst_difference=0.5),
@@ -810,8 +814,9 @@ REASONS: list[tuple[Reason, str]] = [
             ),
         ),
         "found 147.0 MiB of 200.0 MiB, but verification failed: fc.weight differs by 0.5, at batch 4. The model stays "
-        "as it is. If 'features.1' reads or changes state outside of modules (a file, a C extension), keep the state "
-        "in an attribute of a module, or name other modules with --target. Otherwise please report the difference.",
+        "as it is. If 'features.1' uses state that memopt cannot see (a file, a C extension), keep the state in an "
+        "attribute of a module, or leave the module out with --target. Otherwise please report the difference as a "
+        "bug.",
     ),
 ]
 

@@ -160,11 +160,11 @@ def refuse_other(root: Any, whole: Any, path: str) -> None:
             first = quoted_flag("--key", ".".join(next(iter(paths))))
             raise UsageError(
                 f"this entry of {path} holds the state of an optimizer: the model's weights are in {list_paths(paths)}",
-                hint=f"Give `{first}`, or leave `--key` out.",
+                hint=f"Use `{first}`, or leave `--key` out.",
             )
         raise FileFormatError(
             f"{path} holds the state of an optimizer: the model's weights are in another file",
-            hint="Give the file that torch.save(model, path) or torch.save(model.state_dict(), path) wrote.",
+            hint="Use the file that torch.save(model, path) or torch.save(model.state_dict(), path) wrote.",
         )
 
 

@@ -259,7 +259,7 @@ def _require_plan(request: CheckRequest, before: Baseline, after: Baseline) -> N
     planned, plan = before.memory.plan, after.memory.plan
     if before.plan_path and plan.is_empty and not planned.is_empty:
         contrast = f"it was recorded under {_plan_in_words(planned)}, and this step has no plan"
-        remedy = f"Give the plan: `{quoted_flag('--plan', before.plan_path)}`."
+        remedy = f"Add the plan: `{quoted_flag('--plan', before.plan_path)}`."
     elif request.plan_path and planned.is_empty and not plan.is_empty:
         contrast = f"it was recorded without a plan, and this step has {_plan_in_words(plan)}"
         remedy = "Check without `--plan`, or record the step that you want to check."
@@ -320,7 +320,7 @@ def _left_out(plan: Plan, spec: InputSpec) -> Iterator[str]:
     if longest is None:
         yield (
             f"The plan has ranges of {dim}, and no input names {dim}, so only the length of these inputs is recorded. "
-            f"To record all, give the inputs as text, such as Bx{dim}x64, with {dim}={last}."
+            f"To record all, describe the inputs as text, such as Bx{dim}x64, with {dim}={last}."
         )
     elif longest < last:
         yield f"Nothing is recorded beyond {dim}={longest}, and the plan goes up to {last}."

@@ -134,10 +134,10 @@ def find_by_length(request: OptimizeRequest, varied: DimRange, prepared: Prepare
     if prepared.facts.format == STEP:
         raise UsageError(
             "a plan by length reads an input of the model's forward, which a step of your own does not have",
-            hint="Give the dimension one size.",
+            hint="Use one size for the dimension.",
         )
     if varied.symbol == BATCH:
-        raise UsageError(f"a plan by length cannot depend on the batch, {BATCH}", hint="Give the batch one size.")
+        raise UsageError(f"a plan by length cannot depend on the batch, {BATCH}", hint="Use one size for the batch.")
     dimension = dimension_of(prepared.subject.spec, varied.symbol)
     counts = lengths_of(request, varied)
     search = _ByLength(request, prepared, varied, counts, find_plan, Work.from_counts(counts))

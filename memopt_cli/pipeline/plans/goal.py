@@ -144,7 +144,7 @@ class GoalSearch:
             return NothingFitsError(
                 f"plans within {format_bytes(budget_bytes)} were found, but this machine runs out of memory, even with "
                 f"a plan of {format_bytes(tried[-1][0].peak_bytes)}",
-                hint="Lower `--budget`, or take a smaller batch (`--dim B=…` where the shape says B).\n"
+                hint="Lower `--budget`, or use a smaller batch (`--dim B=…`, if the shape has a B).\n"
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
         smallest = smallest or self._planner.least(self._level)

@@ -274,7 +274,7 @@ def _check_unwritten(tensors: Sequence[tuple[Tensor, int]]) -> None:
         if version_of(tensor) != version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place after it was "
-                f"stored (version {version} -> {version_of(tensor)}). Make the modification out of place."
+                f"stored (version {version} -> {version_of(tensor)}). Use an out-of-place operation there."
             )
 
 

@@ -210,7 +210,7 @@ def test_a_plan_that_does_not_fit_here_gives_way_to_one_that_does() -> None:
 def test_the_fastest_plan_that_was_not_run_is_named(max_slowdown: float | None) -> None:
     search, _ = goal(lambda peak: unrun(peak, 100))
     with pytest.raises(
-        NotRunHereError, match="700 B is predicted to fit, but not run here: it needs 700 B, and 100 B is free"
+        NotRunHereError, match="700 B is predicted to fit, but not run: it needs 700 B, and only 100 B is free"
     ):
         replace(search, max_slowdown=max_slowdown).within(750)
 
@@ -237,7 +237,7 @@ def test_the_original_is_not_called_a_plan() -> None:
 @pytest.mark.parametrize(
     ("can_rise", "can_shrink", "said"),
     [
-        (True, True, "Raise `--budget` or `--level`, or take a smaller batch (`--dim B=…` where the shape says B)."),
+        (True, True, "Raise `--budget` or `--level`, or use a smaller batch (`--dim B=…`, if the shape has a B)."),
         (False, False, "Raise `--budget`."),
     ],
 )
@@ -301,7 +301,8 @@ def test_eight_modules_are_named_at_most() -> None:
 )
 def test_a_peak_of_gradients_is_said_to_be_halved_by_a_cast(frees: bool, more: str) -> None:
     _, weights = unavoidable_parts(counted(1000, gradients=501), (), frees_gradients=frees)
-    assert weights == f"Parameters and gradients are most of its peak: model.bfloat16() halves both.{more}"
+    said = "Parameters and gradients are most of its peak: model.bfloat16() halves both, but changes the results."
+    assert weights == said + more
 
 
 def test_the_least_plan_is_measured_before_a_budget_is_refused() -> None:
