@@ -146,19 +146,21 @@ def memory_optimization(
     nothing, and verifies the plan on inputs guessed from the first layers; a note reports it if the model rejects them.
 
     If a search finds no plan to apply, a warning has the reason.  A plan that ``net`` already carries is removed first,
-    and put back if this call fails.
+    and restored if this call fails.
 
     Parameters
     ----------
     compress_x:
         Store the inputs of segments packed where that is lossless; a module's ``x_compressor`` can choose how.
     verbose:
-        Log the course of the search, by the logger ``memopt_cli`` at level ``INFO``.
+        Log the progress of the search with the logger ``memopt_cli`` at level ``INFO``.
     temporal_split_factor:
         Factor that level 3 multiplies the number of a segment's chunks by.
-    max_split_rounds, max_candidates_per_round:
-        Maximum number of splits of segments and of multiplications of chunks, and of modules that are tried for each.
-        By default the limits of ``profile``.
+    max_split_rounds:
+        Maximum number of rounds that nest segments, and of rounds that multiply chunks; the default is that of
+        ``profile``.
+    max_candidates_per_round:
+        Maximum number of modules tried in each round; the default is that of ``profile``.
     warmup_in_main_process:
         Take one step of a copy of the optimized model in this process, so that the first real step is not slow.
     warmup_in_profile_workers:

@@ -21,7 +21,7 @@ _PEAK_RESET_CODE = "5"
 
 
 class MemoryMeter(Protocol):
-    """A meter of memory, in bytes; an implementation of your own can emulate a smaller device."""
+    """A meter of memory, in bytes; your own implementation can emulate a smaller device."""
 
     def capacity_bytes(self) -> int:
         """Return the bytes that the process may use; they may change, so callers read them before every decision."""

@@ -103,7 +103,7 @@ def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> N
     for key, parameter in _flags(context.command).items():
         is_file = _option(context.command, parameter).checked_risk == "file"
         if key in data and is_file and not kept_below(str(data[key]), file.parent):
-            raise _unsafe(file, f"sets '{key}' to a path outside of it: {str(data[key])[:200]}")
+            raise _unsafe(file, f"sets '{key}' to a path outside it: {str(data[key])[:200]}")
 
 
 def _refuse_unknown(context: typer.Context, file: Path, data: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ def bound_weights(tensors: int, nbytes: int) -> Iterator[None]:
 def bound_memory(nbytes: int) -> Iterator[None]:
     """Raise :class:`TooLargeError` in the ``with`` block for far more memory or time than weights of ``nbytes`` need.
 
-    It catches memory and work outside of modules, such as long lists, unseen by :func:`bound_weights`.  It does
+    It catches memory and work outside modules, such as long lists, unseen by :func:`bound_weights`.  It does
     nothing unless :data:`limits_process`, since the kernel's limits are for the whole process.
     """
     if not limits_process:

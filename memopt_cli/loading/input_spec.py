@@ -206,7 +206,7 @@ def make_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make the positional and keyword arguments of one step on ``device``.
 
-    Random values come from generators of their own, so equal ``spec`` and ``seed`` give equal inputs.  A script may
+    Random values come from their own generators, so equal ``spec`` and ``seed`` give equal inputs.  A script may
     use PyTorch's generator, which is seeded for it and restored.  Floating tensors are cast to ``dtype``,
     unless it is ``None``.
     Raises :class:`UsageError` for a data file or script that cannot be used.
@@ -310,7 +310,7 @@ def _padded_mask(shape: tuple[int, ...]) -> Tensor:
     """Make a mask of ``shape``: row ``i`` of its last dimension ends with ``i`` zeros, at most with half its length.
 
     So row 0 has the full length, like the longest sequence of a padded batch.  A single row ends with one zero: some
-    models make a mask of their own only if there is a zero.  No row is zeros alone, which would make NaN of a softmax.
+    models make their own mask only if there is a zero.  No row is zeros alone, which would make NaN of a softmax.
     """
     *outer, length = shape
     rows = math.prod(outer)
@@ -454,7 +454,7 @@ def batch_of(spec: InputSpec) -> int:
         hint = NO_BATCH_ARGUMENT
     else:
         hint = "Write it into a shape, as in `-i Bx3x224x224 --dim B=8`."
-        raise UsageError("the batch size of the inputs is not known", hint=hint)
+        raise UsageError("memopt cannot tell the batch size of the inputs", hint=hint)
     first = next(_tensors_in(arguments), None)
     if first is not None and first.dim():
         return first.shape[0]

@@ -39,10 +39,10 @@ _WEIGHTS: Final = (
     "pytorch_model.bin.index.json",
 )
 _REFUSED_SETTINGS: Final = {
-    "auto_map": "names code of its own",
+    "auto_map": "names its own code",
     **dict.fromkeys(("use_kernels", "_use_kernels", "kernel_config"), "asks for kernels of a hub"),
     "attribute_map": "renames attributes, so a setting could reach one that memopt has not checked",
-    "custom_pipelines": "names code of its own",
+    "custom_pipelines": "names its own code",
     **dict.fromkeys(
         ("model_args", "backbone_kwargs", "use_timm_backbone", "use_pretrained_backbone"),
         "names files or models on a hub, which another library would read",
@@ -63,7 +63,7 @@ _MAX_LISTED: Final = 3
 _OFFLINE: Final = "HF_HUB_OFFLINE"
 """Environment variable that keeps libraries from looking names up on a hub."""
 
-_BUILD_IN_CODE_HINT: Final = "Build it in code of your own: package.module:callable."
+_BUILD_IN_CODE_HINT: Final = "Build it in your own code: package.module:callable."
 _SAVE_AGAIN_HINT: Final = "Save it again with model.save_pretrained(folder)."
 _COUNT_NAME: Final = re.compile(
     r"(\w*_)?(num|n)_\w+|depth|depths|layers|ngram|context_size|prediction_length|max_text_length"

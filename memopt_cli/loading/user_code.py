@@ -301,7 +301,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _refuse_overwriting(path: str) -> None:
-    """Raise :class:`_StoppedError` if ``path`` is a file with contents, outside of hidden folders and caches."""
+    """Raise :class:`_StoppedError` if ``path`` is a file with contents, outside hidden folders and caches."""
     if not any(applies() for applies in _keeping):
         return
     whole = os.path.abspath(path)

@@ -142,7 +142,7 @@ class BatchModule(nn.Module):
         return unstack(self.models, self.batch, device)
 
     def _mode(self) -> _Mode:
-        # Classes are part of the mode, since installing or removing a segment exchanges a module's class.
+        # Classes are part of the mode, since installing or removing a segment replaces a module's class.
         return tuple((m.training, type(m)) for _, m in named_parts(self.models))
 
     def _select(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Route:

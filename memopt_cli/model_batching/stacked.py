@@ -179,7 +179,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 def _refusal(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
-        return "a ScriptModule's parameters cannot be exchanged; batch the module it was made from"
+        return "a ScriptModule's parameters cannot be replaced; batch the module it was made from"
     if uninitialized(module, recurse=False):
         return "its parameters are not initialized yet; run the model once"
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel | nn.SyncBatchNorm):

@@ -81,7 +81,7 @@ class OnlineAlgorithm(nn.Module):
         if structure.plain_parameters:
             warnings.warn(
                 f"states depend on {', '.join(structure.plain_parameters)}, which no trace follows: the gradient "
-                "leaves out the past. Replace such a parameter in a cell of yours with ElementWise, or freeze it.",
+                "leaves out the past. Replace such a parameter in your cell with ElementWise, or freeze it.",
                 stacklevel=2,
             )
         for use, groups in structure.groups.items():
@@ -91,7 +91,7 @@ class OnlineAlgorithm(nn.Module):
             if use in structure.doubled_uses and isinstance(trace, FactoredTrace):
                 raise MemoptError(
                     f"the output of {use.path} is read by a cell that has parameters or inputs of its own, and also "
-                    "outside of cells: a factored trace cannot separate the two gradients",
+                    "outside cells: a factored trace cannot separate the two gradients",
                     hint="Use D_RTRL, or give each reader its own weight.",
                 )
             self.traces.append(trace.to(example))

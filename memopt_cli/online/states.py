@@ -92,7 +92,7 @@ class State:
 
     @property
     def tag(self) -> str | None:
-        """Tag of the ``vmap_new_states`` that made the value; ``None`` for a value made outside of it."""
+        """Tag of the ``vmap_new_states`` that made the value; ``None`` for a value made outside it."""
         return self._declaration[2]
 
     @property

@@ -111,7 +111,7 @@ class Counted:
     operators: int = 0
     """Operators that ran."""
     data_ranks: int = 1
-    """Ranks that have samples of their own; 1 for one device."""
+    """Ranks that have their own samples; 1 for one device."""
     elsewhere_bytes: int = 0
     """Largest number of bytes that the plan lets wait in host memory or on the disk.  No peak counts them."""
 
@@ -143,7 +143,7 @@ class Measurement:
     phases: tuple[PhasePeak, ...] = ()
     """Phases of the step, in order; empty in files of older versions of memopt."""
     slowdown_error: float = 0.0
-    """Amount that the slowdown may be larger or smaller by; 0 if the step was not timed in turns with the
+    """Amount that the slowdown may be larger or smaller by; 0 if the step was not timed alternating with the
     original."""
     waited: float = 0.0
     """Share of the time of the timed steps that they waited for a processor, because the machine was busy."""

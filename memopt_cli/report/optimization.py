@@ -77,13 +77,13 @@ def own_checkpoints_remark(summary: MemOptSummary) -> Iterator[str]:
 
 
 def _equality_in_words(verification: Verification | None) -> str:
-    """Return ``same bits in 83 tensors`` or the like, with the sizes if they are not those asked for."""
+    """Return ``same bits in 83 tensors`` or the like, with the sizes if they are not the requested ones."""
     if verification is None:
         return "not verified"
     measured = verification.measured
     compared = max(verification.compared, measured.compared if measured is not None else 0)
     is_full_size = verification.full_size or measured is not None
-    at = "" if is_full_size else f" at {verification.sizes}, not the size that was asked for"
+    at = "" if is_full_size else f" at {verification.sizes}, not the requested size"
     equality = "same bits"
     if not verification.is_bit_exact:
         equality = "same within rounding"
@@ -533,7 +533,7 @@ def _parts_left_out(summary: MemOptSummary) -> Iterator[str]:
 
 def _applied_plan_lines(summary: MemOptSummary) -> Iterator[str]:
     applied = f"level {summary.applied_level}" if summary.is_applied else "no plan"
-    asked = f"; {summary.requested_level} was asked for" if summary.applied_level != summary.requested_level else ""
+    asked = f"; {summary.requested_level} was requested" if summary.applied_level != summary.requested_level else ""
     yield f"* {applied} is applied{asked}"
     yield from _range_lines(summary)
     for row in summary.levels:
@@ -591,7 +591,7 @@ def _rough_times(summary: MemOptSummary) -> Iterator[str]:
     original_steps_s = [point.original_step_s for point in summary.frontier if point.original_step_s]
     if original_steps_s and max(original_steps_s) > (1 + _ROUGH) * min(original_steps_s):
         yield (
-            "each ratio is to the original's step as it was timed in turns with the plan: "
+            "each ratio is to the original's step as it was timed alternating with the plan: "
             f"{format_seconds(min(original_steps_s))} to {format_seconds(max(original_steps_s))}"
         )
 
@@ -633,7 +633,7 @@ def verification_line(verification: Verification) -> str:
     """Return a sentence on ``verification``: whether it passed, at what tolerance and sizes, and what was left out."""
     where = verification.sizes
     if not verification.full_size and verification.measured is None:
-        where += ", not the size that was asked for"
+        where += ", not the requested size"
     tolerance = "bit for bit"
     if not verification.exact:
         tolerance = f"within {verification.tolerance:.0e}{_precision(verification)}"

@@ -87,7 +87,10 @@ class ModifiedError(RuntimeError):
 
 
 class SpikeCompressor:
-    """Base of the compressors: :meth:`compress` stores any tensor, :meth:`decompress` returns it."""
+    """Base of the compressors: :meth:`compress` stores any tensor, :meth:`decompress` returns it.
+
+    The name is SpikingJelly's, and saved models refer to it.
+    """
 
     name = ""
 

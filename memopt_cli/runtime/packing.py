@@ -1,4 +1,4 @@
-"""Packing tensors that autograd saves in a module, outside of segments: nothing is recomputed, and no bit is lost.
+"""Packing tensors that autograd saves in a module, outside segments: nothing is recomputed, and no bit is lost.
 
 Spikes, dropout masks and flags take one bit per element, and indices as few bytes as they need.  A concatenation takes
 nothing for parts that are saved themselves.  Any other tensor stays raw.  A tensor that several operators save is

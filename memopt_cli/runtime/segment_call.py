@@ -3,7 +3,7 @@
 Containers call :func:`call_checkpointed`.  There are four cases:
 
 - a compiler traces the call: PyTorch's own checkpoint runs it;
-- forward cannot be recomputed: it runs plainly;
+- forward cannot be recomputed: it runs without recomputation;
 - the call runs inside the recomputation of another segment: nothing is stored;
 - any other call: ``segment_run.py`` takes over.
 """
@@ -127,7 +127,7 @@ def call_checkpointed(
             "changed something that it did not change before" if start.has_new_changes else ""
         )
         if irreversible:
-            raise RuntimeError(f"{label_of(module)} {reason} and {irreversible}; take it out of the plan") from error
+            raise RuntimeError(f"{label_of(module)} {reason} and {irreversible}; remove it from the plan") from error
     run_plainly(module, reason)
     start.restore(state_tensors, arguments.others)
     # Forward may have run a backward before it failed, which added to these gradients.
@@ -140,9 +140,9 @@ _callbacks: MutableMapping[nn.Module, Callable[[bool], object]] = WeakKeyDiction
 
 
 def on_first_call(segment: nn.Module, callback: Callable[[bool], object]) -> None:
-    """Register ``callback`` to be called before the first run of ``segment`` as a segment, or where it runs plainly.
+    """Register ``callback`` to be called before the first run of ``segment``, recomputed or not.
 
-    Its argument is whether the segment is in the user's own checkpoint, where it runs plainly.  It should refer to the
+    Its argument is whether the segment is in the user's own checkpoint, so not recomputed.  It should refer to the
     model weakly, because it lives as long as the segment.
     """
     _callbacks[segment] = callback
@@ -279,7 +279,7 @@ def ignore_start(start: StartingState, state_tensors: Sequence[Tensor]) -> None:
 class PackedInputs:
     """The tensors among the arguments of a call, stored by a compressor, except those in ``raw``.
 
-    The states that chunks hand on are stored raw: the compressor was chosen for the module's inputs.
+    The states that chunks pass on are stored raw: the compressor was chosen for the module's inputs.
     """
 
     def __init__(self, compressor: SpikeCompressor, raw: Any = (), parcel: Parcel | None = None) -> None:

@@ -50,7 +50,7 @@ class ContentsReader:
         return best, min_bytes
 
     def compressor_of_saved(self, tensor: Tensor) -> tuple[CompressorName, int]:
-        """Return the compressor that packing outside of segments chooses for ``tensor``, and its packed bytes."""
+        """Return the compressor that packing outside segments chooses for ``tensor``, and its packed bytes."""
         with outside_of_step():
             compressor = compressor_for(tensor)
             packed = compressor.compress(tensor) if compressor else None

@@ -63,7 +63,7 @@ def module_hooks(
 ) -> Iterator[None]:
     """Call ``enter(path, module, (args, kwargs))`` and ``leave(path, module, output)`` around every module's forward.
 
-    With ``always_leave``, ``leave`` is called even if forward raised.  ScriptModules run in an interpreter of their own
+    With ``always_leave``, ``leave`` is called even if forward raised.  ScriptModules run in their own interpreter
     and are not seen.
     """
     # A segment that recomputes after the block still runs the hooks that its first forward saw: is_over ends them.
@@ -237,7 +237,7 @@ def _own_path(call: RunningCall, model: nn.Module) -> str:
 def raised_at(error: BaseException) -> str:
     """Return the innermost line of ``error`` in the user's own code: `` (net.py, line 8)``.
 
-    If there is none, return the innermost line outside of torch and memopt; empty for a SyntaxError, whose text names
+    If there is none, return the innermost line outside torch and memopt; empty for a SyntaxError, whose text names
     its line.
     """
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_ours(frame)]

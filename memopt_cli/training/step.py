@@ -1,4 +1,4 @@
-"""The training step: forward, loss, backward, clipping, and the optimizer if asked for.
+"""The training step: forward, loss, backward, clipping, and the optimizer if requested.
 
 Everything that runs a model (recording, measuring, verifying) does so through this module, so that all of it means the
 same step.
@@ -96,7 +96,7 @@ class Step:
                 raise
         if self.scaler is not None:
             roots, cotangents = _scale_loss(self.scaler, roots, cotangents)
-        torch.autograd.backward(roots, cotangents)  # outside of autocast, as PyTorch advises
+        torch.autograd.backward(roots, cotangents)  # outside autocast, as PyTorch advises
 
     def unscale_and_clip(self) -> None:
         """Unscale the gradients if the step scales its loss, then clip them if it clips."""

@@ -85,7 +85,7 @@ def test_every_setting_of_a_step_is_compared_except_its_seed(name: str) -> None:
         ({**RANGE, "lengths": {4: -1}}, OptionError, r"lengths\[4\] is -1"),
         ({**RANGE, "lengths": 8}, OptionError, "lengths is 8"),
         ({**RANGE, "lengths": torch.ones(2, 2)}, OptionError, "a length is a list"),
-        ({**RANGE, "lengths": [4, 16]}, UsageError, "lengths has the length 16, outside of the range S=4:8"),
+        ({**RANGE, "lengths": [4, 16]}, UsageError, "lengths has the length 16, outside the range S=4:8"),
         ({**RANGE, "lengths": "nowhere.txt"}, UsageError, "cannot read lengths from nowhere.txt"),
         ({"budget": 1.5}, OptionError, "budget is 1.5\nGive bytes or a share up to 1"),
         ({"budget": 0}, OptionError, "budget is 0\n"),

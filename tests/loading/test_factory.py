@@ -95,7 +95,7 @@ def test_a_script_that_trains_where_it_is_imported_is_stopped_before_it_saves(fo
     with pytest.raises(MemoptError, match="imported trains a model"):
         UserCode(("user_training.py",)).run_scripts()
     net = nn.Linear(2, 3)
-    torch.optim.SGD(net.parameters(), 0.1).step()  # outside of the import
+    torch.optim.SGD(net.parameters(), 0.1).step()  # outside the import
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_script_that_writes_over_a_file_where_it_is_imported_is_stopped(folder
         load_model(ModelSource(location="user_saving.py:make", weights="w.pth"))
     assert Path("w.pth").read_bytes() == before
     assert Path("new.pth").exists()
-    torch.save(1, "w.pth")  # outside of the import
+    torch.save(1, "w.pth")  # outside the import
     (folder / "user_building.py").write_text(
         "import torch\ndef make():\n    torch.save(1, 'w.pth')\n    return torch.nn.ReLU()"
     )

@@ -164,7 +164,7 @@ level  plan                                       measured   step  predicted  st
 1      1 segment (1 packed)                  out of memory         310.0 MiB
 3 *    1 recomputed, 2 in chunks (2 packed)      294.6 MiB  1.37×  310.0 MiB        293.6 MiB   194.6 MiB  1.49 s
 
-* level 3 is applied; 4 was asked for
+* level 3 is applied; 4 was requested
 level 1: out of memory (limit 400 MiB)
 level 3: the plan of level 2
 verified: 83 tensors equal bit for bit, at batch 4
@@ -467,7 +467,7 @@ def test_a_model_that_stays_as_it_is_has_no_plan_applied(budget: int | None, sai
     unchanged = replace(summary, levels=rows, budget_bytes=budget, plan=Plan())
     lines = shown(DETAILED, result(unchanged)).splitlines()
     assert lines[0] == said
-    assert "* no plan is applied; 4 was asked for" in lines
+    assert "* no plan is applied; 4 was requested" in lines
 
 
 class Terminal(io.StringIO):
@@ -527,7 +527,7 @@ def test_the_headline_says_how_far_apart_rounding_leaves_tensors(
         (None, "not verified"),
         (
             replace(VERIFIED, exact=False, precision="fp64", tolerance=1e-9, batch=1, full_size=False),
-            "verified: 83 tensors equal within 1e-09 in float64, at batch 1, not the size that was asked for",
+            "verified: 83 tensors equal within 1e-09 in float64, at batch 1, not the requested size",
         ),
         (
             replace(VERIFIED, batch=1, full_size=False, dims={"T": 5}, measured=MEASURED),
@@ -638,7 +638,7 @@ def test_ratios_are_to_what_the_original_took_beside_the_plan(
         )
         for seconds in beside
     ]
-    line = "each ratio is to the original's step as it was timed in turns with the plan: 300.0 ms to 600.0 ms"
+    line = "each ratio is to the original's step as it was timed alternating with the plan: 300.0 ms to 600.0 ms"
     assert (line in shown(DETAILED, result(summary)).splitlines()) == said
 
 
@@ -836,7 +836,7 @@ def test_a_plan_that_was_found_and_is_not_applied_is_the_headline(
     assert from_data(MemOptSummary, json.loads(json.dumps(to_data(unchanged)))) == unchanged
     if isinstance(why, Differs):
         assert "'features.1' is not a segment: as a segment, fc.weight differs by 0.5." in lines
-        assert "Tensors saved outside of segments are not packed: with packing, fc.weight differs by 0.25." in lines
+        assert "Tensors saved outside segments are not packed: with packing, fc.weight differs by 0.25." in lines
 
 
 def test_beside_a_plan_that_is_applied_it_is_a_remark(summary: MemOptSummary) -> None:
@@ -897,7 +897,7 @@ def test_a_plan_that_was_asked_for_and_fails_is_not_called_applied(summary: MemO
     failed = replace(summary, verification=why.verification, dropped=[dropped_for(why)], budget_bytes=150 * MIB)
     lines = shown(DETAILED, result(failed)).splitlines()
     assert lines[0] == said
-    assert "* no plan is applied; 4 was asked for" in lines
+    assert "* no plan is applied; 4 was requested" in lines
 
 
 def test_a_plan_on_a_model_in_memory_is_said_to_be_on_it(summary: MemOptSummary) -> None:

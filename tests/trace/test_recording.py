@@ -570,7 +570,7 @@ class FiresOnce(Parts, v=None):
 
 
 class FiringEachStep(Parts, fires=FiresOnce, scale=lambda: nn.Parameter(torch.ones(32, 64))):
-    """Calls it once a time step, and saves what fires outside of it."""
+    """Calls it once a time step, and saves what fires outside it."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.fires.v = None

@@ -55,7 +55,7 @@ class FoundModule:
     """Sentences for the user on where the model was found."""
     wrappers: tuple[Wrapper, ...] = ()
     """Wrappers around the model that are left out, outermost first.  The last is the innermost one that cannot be used
-    outside of its training process, such as ``DistributedDataParallel``."""
+    outside its training process, such as ``DistributedDataParallel``."""
 
 
 def module_in(root: Any, key: str | None, path: str, code_paths: Sequence[str] = ()) -> FoundModule:

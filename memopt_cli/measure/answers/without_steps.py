@@ -156,7 +156,7 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
     model = load_model(subject.source).module
     if isinstance(model, StepModels):
         raise StepError(
-            "a step of your own is not a model that can be saved",
+            "your own step is not a model that can be saved",
             hint="In the training script: memopt_cli.apply_plan(step, PLAN).",
         )
     write_model(model, job.plan, file)

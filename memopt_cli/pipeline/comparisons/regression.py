@@ -147,7 +147,7 @@ def compare_files(before: str, after: str) -> Comparison:
 
 
 def _refuse_named_code(request: CheckRequest, before: Baseline, conditions: Conditions) -> None:
-    """Refuse a baseline that would run code or read files outside of its folder, unless the user names them again.
+    """Refuse a baseline that would run code or read files outside its folder, unless the user names them again.
 
     A baseline is data that may have come with the model.
     """
@@ -174,9 +174,7 @@ def _unsafe_error(request: CheckRequest, named_thing: str, missing: dict[str, st
     return UnsafeFileError(
         f"{request.baseline_path} names {named_thing}, which you must give yourself: "
         f"{', '.join(value[:200] for value in missing.values())}",
-        hint=f"If it is yours, add: `{flags}`"
-        if len(flags) <= _MAX_FLAG_CHARACTERS
-        else "Record a baseline of your own.",
+        hint=f"If it is yours, add: `{flags}`" if len(flags) <= _MAX_FLAG_CHARACTERS else "Record your own baseline.",
     )
 
 

@@ -239,7 +239,7 @@ def save_inputs(inputs: Arguments, path: Path) -> None:
         load_tensors(path.read_bytes(), str(path))
     except MemoptError as err:
         raise OptionError(
-            f"the inputs cannot be handed to a profiling subprocess: {err.message}",
+            f"the inputs cannot be sent to a profiling subprocess: {err.message}",
             hint="Pass a tuple of tensors, numbers, strings and plain containers of them.",
         ) from err
 
@@ -310,7 +310,7 @@ def carried_note(carried: Plan, found: Plan) -> list[str]:
         return []
     if found.is_empty:
         return ["The model keeps the plan that it carries. memopt_cli.remove_plan(model) removes it."]
-    return ["The model carried a plan already; it was taken off first."]
+    return ["The model carried a plan already; it was removed first."]
 
 
 def find_and_verify(

@@ -140,7 +140,7 @@ def _largest_holders(smallest: Counted, named_bytes: float) -> list[tuple[str, i
     rows = list(gather_paths({holder.path: holder.held_bytes for holder in smallest.holders}).items())
     count = 1 + sum(1 for total in itertools.accumulate(nbytes for _, nbytes in rows) if total < named_bytes)
     shown = rows[: min(count, _MAX_HOLDERS)]
-    return [(f"'{path}'" if path else "the step outside of modules", nbytes) for path, nbytes in shown]
+    return [(f"'{path}'" if path else "the step outside modules", nbytes) for path, nbytes in shown]
 
 
 def require_fast(priced: PricedPlan, max_slowdown: float, verb: str = "makes") -> None:

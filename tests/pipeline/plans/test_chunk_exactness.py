@@ -29,7 +29,7 @@ def optimize(memopt: Callable[..., Any], in_process: None) -> Callable[..., Any]
 
 
 class Block(Parts, norm=GIVEN):
-    """Holds much more than it gives, and nearly all of that outside of its norm."""
+    """Holds much more than it gives, and nearly all of that outside its norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norm(x)

@@ -271,12 +271,12 @@ def test_modules_are_named_until_four_fifths_of_the_activations_are_accounted_fo
     _, held = unavoidable_parts(least, (), frees_gradients=False)
     assert held == (
         "The rest are activations and tensors that backward makes: 200 B of 'blocks.*.mlp (×2)', 150 B of 'head', "
-        "90 B of the step outside of modules, 60 B of 'norm', 50 B of 'other', 20 B of 'last', and 130 B of others."
+        "90 B of the step outside modules, 60 B of 'norm', 50 B of 'other', 20 B of 'last', and 130 B of others."
     )
     wider = replace(least, holders=(*holders, ModuleShare(path="wide", held_bytes=110)))
     _, held = unavoidable_parts(wider, (), frees_gradients=False)
     assert held.endswith(
-        "200 B of 'blocks.*.mlp (×2)', 150 B of 'head', 110 B of 'wide', 90 B of the step outside of modules, "
+        "200 B of 'blocks.*.mlp (×2)', 150 B of 'head', 110 B of 'wide', 90 B of the step outside modules, "
         "60 B of 'norm', and 90 B of others."
     )
     larger = replace(least, holders=(*holders, ModuleShare(path="large", held_bytes=400)))
@@ -429,7 +429,7 @@ def test_a_frontier_that_cannot_be_timed_in_turns_says_so() -> None:
     points = replace(search, measurements=measurements).frontier(search.search.planner.plans)
     assert len(points) == 2
     (note,) = search.search.findings.notes
-    assert note.endswith("in turns with the original: the step ran past its time limit of 600 s.")
+    assert note.endswith("alternating with the original: the step ran past its time limit of 600 s.")
 
 
 def a_point(outcome: Measurement | Failure, plan: Plan = Plan(packed=True)) -> ParetoPoint:  # noqa: B008 it is frozen

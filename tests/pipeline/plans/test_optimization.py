@@ -356,7 +356,7 @@ def test_a_model_that_does_not_fit(tmp_path: Path, spawn_memopt: Memopt, monkeyp
     assert summary.verification.batch < 16
     assert "does not run → " in done.out
     assert "The original does not fit here" in done.out
-    assert f"at batch {summary.verification.batch}, not the size that was asked for" in done.out
+    assert f"at batch {summary.verification.batch}, not the requested size" in done.out
     assert isinstance(summary.advice, BatchEstimate)
     assert summary.advice.batch < 16 * 100
 
