@@ -39,10 +39,10 @@ _WEIGHTS: Final = (
     "pytorch_model.bin.index.json",
 )
 _REFUSED_SETTINGS: Final = {
-    "auto_map": "names its own code",
+    "auto_map": "names code of its own",
     **dict.fromkeys(("use_kernels", "_use_kernels", "kernel_config"), "asks for kernels of a hub"),
     "attribute_map": "renames attributes, so a setting could reach one that memopt has not checked",
-    "custom_pipelines": "names its own code",
+    "custom_pipelines": "names code of its own",
     **dict.fromkeys(
         ("model_args", "backbone_kwargs", "use_timm_backbone", "use_pretrained_backbone"),
         "names files or models on a hub, which another library would read",

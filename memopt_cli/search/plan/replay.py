@@ -137,7 +137,7 @@ class _Order:
         concatenated.
         """
         self.instants: list[int] = []
-        """Instant of every recorded operator; of its first run for an forward operator."""
+        """Instant of every recorded operator; of its first run for a forward operator."""
         starts: dict[int, list[ReplayedSegment]] = defaultdict(list)
         joins: dict[int, list[ReplayedSegment]] = defaultdict(list)
         for replayed in replayed_segments:
