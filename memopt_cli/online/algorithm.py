@@ -50,7 +50,7 @@ class OnlineAlgorithm(nn.Module):
             raise UsageError(f"model is {type_in_words(model)}", hint="Pass a torch.nn.Module of one time step.")
         check_mode(mode)
         if vjp_method not in ("single-step", "multi-step"):
-            raise UsageError(f"unknown vjp_method {vjp_method!r}", hint='Use "single-step" or "multi-step".')
+            raise UsageError(f"unknown vjp_method {vjp_method!r}", hint='Pass "single-step" or "multi-step".')
         self.model = model
         self.mode = environ.mode if mode is None else mode
         self.vjp_method = vjp_method
@@ -220,12 +220,12 @@ class ES_D_RTRL(OnlineAlgorithm):
         """
         super().__init__(model, mode=mode, vjp_method=vjp_method)
         if correction not in ("reference", "exact", "none"):
-            raise UsageError(f"unknown correction {correction!r}", hint='Use "reference", "exact" or "none".')
+            raise UsageError(f"unknown correction {correction!r}", hint='Pass "reference", "exact" or "none".')
         self.decay, self.rank = parse_decay_or_rank(decay_or_rank)
         if correction == "reference" and self.decay == 0:
             raise UsageError(
                 "a decay of 0 (rank 1) excludes the reference's correction, which would divide by 1 - 1^t = 0",
-                hint='Use correction="exact", or a rank of 2 or more.',
+                hint='Pass correction="exact", or a rank of 2 or more.',
             )
         self.correction = correction
         self._base = 1 - self.decay if correction == "reference" else self.decay

@@ -111,7 +111,7 @@ class LIF(Neuron):
                 f"spk_fun is {spk_fun!r}, not a function", hint="Pass a function of u: 1 where u is 0 or more, else 0."
             )
         if spk_reset not in ("soft", "hard"):
-            raise UsageError(f"unknown spk_reset {spk_reset!r}", hint='Use "soft" or "hard".')
+            raise UsageError(f"unknown spk_reset {spk_reset!r}", hint='Pass "soft" or "hard".')
         self.decay = compute_decay(tau)
         self.V_th, self.V_reset, self.V_rest = V_th, V_reset, V_rest
         self.spk_reset, self.spk_fun = spk_reset, spk_fun

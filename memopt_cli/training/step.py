@@ -446,7 +446,7 @@ def _require_gradient(tensors: list[Tensor], what: str) -> None:
     if not any(t.requires_grad for t in tensors):
         raise StepError(
             f"{what} has nothing to differentiate: no floating tensor in it depends on a parameter",
-            hint="Use a differentiable loss, `--loss file.py:function`, or check that parameters require "
+            hint="Use a differentiable loss with `--loss file.py:function`, or check that parameters require "
             "gradients; a part without parameters is optimized with the model that it belongs to, or by inputs that "
             "require gradients.",
         )
