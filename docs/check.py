@@ -93,7 +93,7 @@ def wrong_output(output: Output, *, update: bool) -> str:
 
 
 def wrong_python(page: Path) -> str:
-    """Run the page's Python in a folder of its own; how it failed, if it did."""
+    """Run the page's Python in its own folder; how it failed, if it did."""
     code = script(page)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, f"{page.stem}.py")

@@ -96,7 +96,7 @@ class Case:
     packed: bool = False
     """Whether the plan packs saved tensors."""
     place: PlaceName = "device"
-    """Place where tensors saved outside of segments wait for backward."""
+    """Place where tensors saved outside segments wait for backward."""
     scenario: Scenario = PLAIN
     """Training around the model."""
     steps: int = 3

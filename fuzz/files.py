@@ -368,7 +368,7 @@ _REPORTS: Final = (TextReport(), MarkdownReport(), GithubReport(None), JunitRepo
 
 
 def _read_checked(path: str) -> None:
-    """Run ``memopt check`` with a broken baseline of its own model, and require every report to be printable."""
+    """Run ``memopt check`` with its own broken baseline model, and require every report to be printable."""
     Path("model.pt").write_bytes(_zips()[0])
     request = CheckRequest(source=ModelSource(location="model.pt"), baseline_path=path, limits=(parse_limit("peak:0"),))
     said = io.StringIO()

@@ -635,7 +635,7 @@ def _scaled_cotangent(module: nn.Module, after: Any) -> Any:
 
 
 class Saving(Holding):
-    """Block that runs its inner blocks under saved-tensor hooks of its own."""
+    """Block that runs its inner blocks under saved-tensor its own hooks."""
 
     def __init__(self, inner: nn.Module, on_cpu: bool) -> None:
         super().__init__(inner)

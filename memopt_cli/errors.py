@@ -247,7 +247,7 @@ def with_article(name: str) -> str:
 
 
 def for_message(given: object) -> str:
-    """Return ``given`` quoted for a message if people can type it, such as text or a number; else its kind."""
+    """Quote ``given`` for a message if a user could have typed it (text, a number); otherwise name its type."""
     if isinstance(given, type):
         return f"the class {given.__name__}"
     return shorten(given) if isinstance(given, str | bytes | int | float | None) else type_in_words(given)

@@ -73,7 +73,7 @@ class TrainMemory:
         try:
             counted, messages = _count(model, args, inputs or {}, loss, optimizer, seed)
         except InputsRejectedError as error:
-            error.hint = "Give each argument of forward: train_memory(model, torch.randn(8, 3, 32, 32)), or a dict."
+            error.hint = "Pass each argument of forward: train_memory(model, torch.randn(8, 3, 32, 32)), or a dict."
             raise error.with_traceback(None) from None
         except MemoptError as error:
             raise error.with_traceback(None) from None

@@ -274,7 +274,7 @@ def _rank_step(
 def _function(name: str, value: Any, role: str) -> UserFunction:
     if value is None or isinstance(value, nn.Module):
         kind = "None" if value is None else f"a model ({type(value).__name__})"
-        raise OptionError(f"{name} is {kind}, not a function", hint="Give a function, or text that names one.")
+        raise OptionError(f"{name} is {kind}, not a function", hint="Pass a function, or text that names one.")
     return locate_function(check_function(name, value), role)
 
 
@@ -282,7 +282,7 @@ def _numbers(ranks: int | tuple[int, int]) -> tuple[int, ...]:
     low, high = ranks if isinstance(ranks, tuple) and len(ranks) == 2 else (ranks, ranks)
     dim_range = DimRange(symbol="ranks", low=check_option("ranks", low), high=check_option("ranks", high))
     if dim_range.low > dim_range.high:
-        raise OptionError(f"ranks is {ranks}, from more to fewer", hint="Give the smaller number first.")
+        raise OptionError(f"ranks is {ranks}, from more to fewer", hint="Put the smaller number first.")
     return dim_range.sizes()
 
 

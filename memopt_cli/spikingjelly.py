@@ -146,19 +146,21 @@ def memory_optimization(
     nothing, and verifies the plan on inputs guessed from the first layers; a note reports it if the model rejects them.
 
     If a search finds no plan to apply, a warning has the reason.  A plan that ``net`` already carries is removed first,
-    and put back if this call fails.
+    and restored if this call fails.
 
     Parameters
     ----------
     compress_x:
         Store the inputs of segments packed where that is lossless; a module's ``x_compressor`` can choose how.
     verbose:
-        Log the course of the search, by the logger ``memopt_cli`` at level ``INFO``.
+        Log the progress of the search with the logger ``memopt_cli`` at level ``INFO``.
     temporal_split_factor:
         Factor that level 3 multiplies the number of a segment's chunks by.
-    max_split_rounds, max_candidates_per_round:
-        Maximum number of splits of segments and of multiplications of chunks, and of modules that are tried for each.
-        By default the limits of ``profile``.
+    max_split_rounds:
+        Maximum number of rounds that nest segments, and of rounds that multiply chunks; the default is that of
+        ``profile``.
+    max_candidates_per_round:
+        Maximum number of modules tried in each round; the default is that of ``profile``.
     warmup_in_main_process:
         Take one step of a copy of the optimized model in this process, so that the first real step is not slow.
     warmup_in_profile_workers:
@@ -192,7 +194,7 @@ def memory_optimization(
             if dummy_input is not None:
                 raise OptionError(
                     "both dummy_input and example_forward are given",
-                    hint="Give one of them, which is enough to run the model.",
+                    hint="Pass one of them, which is enough to run the model.",
                 )
             inputs = inputs_of(net, example_forward)
         is_default = level is None and profile is None and prefer is None
@@ -356,7 +358,7 @@ def _verify_on_guess(
     except MemoptError as err:
         outcome = StepFailed(message=err.message)
     if not isinstance(outcome, Verification):
-        findings.notes.append(f"Not verified: {describe(outcome)}. Give inputs with dummy_input.")
+        findings.notes.append(f"Not verified: {describe(outcome)}. Pass inputs as dummy_input.")
         return None
     if not outcome.passed:
         raise difference_error(dropped_unmeasured(findings.plan, outcome))
@@ -371,7 +373,7 @@ def _suggested_inputs(net: nn.Module, settings: StepSettings) -> tuple[Any, ...]
     """Return inputs guessed from the layers of ``net``.  Raises :class:`StepError` if no layer allows a guess."""
     spec = guessed_spec(net)
     if spec is None:
-        raise StepError("no layer reveals the shape of its inputs", hint="Give dummy_input=(x, …).")
+        raise StepError("no layer reveals the shape of its inputs", hint="Pass dummy_input=(x, …).")
     return make_inputs(spec, seed=settings.seed, device="cpu", dtype=None)[0]
 
 
@@ -429,7 +431,7 @@ def _unobserved_compressors(plan: Plan) -> list[str]:
     stored = ["Without dummy_input, inputs are stored packed only where x_compressor is set."]
     tried = [
         f"x_compressor was not tried on your inputs in {format_some(untried)}: an input that it would not restore bit "
-        "for bit is stored as it is. Give dummy_input."
+        "for bit is stored as it is. Pass dummy_input."
     ]
     return [*(stored if plan.segments else ()), *(tried if untried else ())]
 
@@ -439,7 +441,7 @@ def _instance_paths(net: nn.Module, instance: type | tuple[type, ...]) -> tuple[
     for kind in kinds:
         if not isinstance(kind, type):
             raise OptionError(
-                f"instance holds {kind!r}, which is not a class", hint="Give a class, or a tuple of classes."
+                f"instance holds {kind!r}, which is not a class", hint="Pass a class, or a tuple of classes."
             )
     return tuple(path for path, module in net.named_modules() if isinstance(module, kinds))
 

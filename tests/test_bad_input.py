@@ -198,7 +198,7 @@ IN_A_STEP = [
     (
         "optimize faulty:make_step -i 2x5x8x8",
         3,
-        ["module 'net.0.0' (Conv2d) rejected its input", "Give inputs that run accepts, one -i for each"],
+        ["module 'net.0.0' (Conv2d) rejected its input", "Use inputs that run accepts, one -i for each"],
     ),
     ("optimize good.pt -i inputs:2x3x8x8", 3, ["Forward names no argument inputs; did you mean input?"]),
     ("optimize good.pt -i x:2x3", 3, ["Forward names no argument x; it names input."]),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt_cli import pipeline
+from memopt_cli import VerificationError, pipeline
 from memopt_cli.pipeline.failures import raise_failure
 from memopt_cli.records import Plan, SegmentPlan, TimedOut
 from memopt_cli.records.plan_file import plan_yaml
@@ -26,8 +26,11 @@ DOCS = Path(__file__).parents[1] / "docs"
 
 
 def documented(page: str) -> dict[str, int]:
-    """Return the exit code of each cause that the tables of ``page`` list, with a semicolon between two causes."""
-    rows = re.findall(r"^\| (\d+) \| (.+) \|$", (DOCS / page).read_text(), re.MULTILINE)
+    """Return the exit code of each cause that ``page`` lists: in a table, between semicolons, or in the code's list."""
+    text = (DOCS / page).read_text()
+    rows = re.findall(r"^\| (\d+) \| (?!anything else)(.+) \|$", text, re.MULTILINE)
+    lists = re.findall(r"^### Exit code (\d+)\n\n((?:- .+\n)+)", text, re.MULTILINE)
+    rows += [(code, "; ".join(item[2:] for item in items.splitlines())) for code, items in lists]
     return {cause: int(code) for code, causes in rows for cause in causes.split("; ")}
 
 
@@ -39,6 +42,10 @@ def unread(*_: Any) -> None:
     raise BrokenPipeError(32, "Broken pipe")
 
 
+def differing(*_: Any) -> None:
+    raise VerificationError("the optimized model differs")
+
+
 def timed_out(*_: Any) -> None:
     raise_failure(TimedOut(limit_s=1))
 
@@ -48,8 +55,9 @@ RECORDED = "baseline net.py:small -i 8x64 -q && "
 CASES: dict[str, dict[str, tuple[str | Callable[..., None], ...]]] = {
     "troubleshooting.md": {
         "done": ("inspect good.pt", "--version"),
-        "a regression was found": (f"{RECORDED}check net.py:large --baseline memopt-baseline.json",),
-        "verification failed": ("verify net.py:small net.py:other -i 8x64",),
+        "`check`: a limit is exceeded": (f"{RECORDED}check net.py:large --baseline memopt-baseline.json",),
+        "`verify`: the two differ": ("verify net.py:small net.py:other -i 8x64",),
+        "`optimize` or `apply`: the plan failed verification": (differing,),
         "a flag, input or path that cannot be used as given": (
             "optimize missing.pt",
             "optimize good.pt --level 5",
@@ -60,7 +68,7 @@ CASES: dict[str, dict[str, tuple[str | Callable[..., None], ...]]] = {
             "profile net.py:small -i 8x64 --weights checkpoint.pt --key modle",
             "profile net.py:wrong -i 8x3",
         ),
-        "code of yours that cannot be imported": (
+        "your own code that cannot be imported": (
             "profile nowhere:build -i 8x3",
             "profile broken:build -i 8x3",
             "profile broken.py:build -i 8x3",
@@ -80,8 +88,11 @@ CASES: dict[str, dict[str, tuple[str | Callable[..., None], ...]]] = {
         "a model that cannot be built": ("profile net.py:failing -i 8x3",),
         "a plan that does not fit": ("profile good.pt -i 8x3 --plan plan.yaml",),
         "a step that fails": ("profile good.pt -i 8x5",),
-        "a time limit": (timed_out,),
+        "a step that takes longer than `--timeout`": (timed_out,),
         "the file is not safe to load": ("profile hostile.pt -i 8x3",),
+        "the baseline names a function (`--loss`) that was not given": (
+            "baseline good.pt -i 8x3 --loss net.py:loss -q && check good.pt",
+        ),
         "the baseline is missing": ("check good.pt",),
         "it is not comparable": (f"{RECORDED}check net.py:small --precision bf16",),
         "nothing fits the budget": ("recommend-batch good.pt -i 8x3 --memory 64B",),
@@ -107,8 +118,8 @@ CASES: dict[str, dict[str, tuple[str | Callable[..., None], ...]]] = {
         ),
         "the baseline is missing": ("check good.pt",),
         "it is of another model": (f"{RECORDED}check net.py:layer",),
-        "it was recorded on another kind of device, with other kernel libraries, inputs, precision, optimizer, loss or "
-        "seed: record it where it is checked": (f"{RECORDED}check net.py:small --precision bf16",),
+        "it was recorded on another kind of device, or with other kernel libraries, inputs, precision, optimizer, loss "
+        "or seed": (f"{RECORDED}check net.py:small --precision bf16",),
         "only one of the two commands names a plan": (f"{RECORDED}check net.py:small --plan whole.yaml",),
     },
 }

@@ -49,9 +49,9 @@ FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("comparisons", "live", "out_of_memory"),
     ),
 }
-"""Package -> its rooms (folders and files), floor by floor from the ground: a room imports from lower floors only.
+"""Package -> what is in it (folders and files), layer by layer from the lowest; imports point to lower layers only.
 
-``""`` is the package as a whole.  Rooms of one floor do not import each other.
+``""`` is the package as a whole.  Those of one layer do not import each other.
 """
 
 TORCH_FREE = (
@@ -59,7 +59,7 @@ TORCH_FREE = (
     *("measure.jobs", "measure.runner", "pipeline.fingerprints", "pipeline.memory", "pipeline.batches"),
     *("pipeline.plans", "pipeline.comparisons", "pipeline.out_of_memory", "pytest_plugin", "__main__"),
 )
-"""Rooms that import torch for the type checker only."""
+"""Packages that import torch for the type checker only."""
 
 
 def is_within(inner: str, room: str) -> bool:
@@ -93,7 +93,7 @@ def inside(module: str) -> str:
 
 
 def floor_of(room: str, package: str) -> int | None:
-    """The floor of ``room`` in ``package``, from the ground; ``None`` if it is on no floor."""
+    """The layer of ``room`` in ``package``, from the lowest; ``None`` if it is in no layer."""
     return next((floor for floor, rooms in enumerate(FLOORS[package]) if room in rooms), None)
 
 
@@ -105,7 +105,7 @@ def complaint(module: str, target: str, *, at_run_time: bool) -> str | None:
     if target.partition(".")[0] != PACKAGE:
         return None
     here, there, package = inner.split("."), inside(target).split("."), ""
-    while here[:1] == there[:1]:  # in the same room: it may have floors of its own
+    while here[:1] == there[:1]:  # in the same package: it may have its own layers
         package = f"{package}.{here.pop(0)}".strip(".")
         there.pop(0)
         if package not in FLOORS or not here:
@@ -137,7 +137,7 @@ def wrong_imports_in(path: Path, relative: Path) -> Iterator[str]:
     if not inside(module):
         return  # the package itself re-exports everything, lazily; see the tests at the end
     if missing := on_no_floor(module):
-        yield f"{relative}: {missing} is on no floor; add it to the table"
+        yield f"{relative}: {missing} is in no layer; add it to the table"
         return
     tree = ast.parse(path.read_text(encoding="utf-8"))
     type_only = for_type_checker(tree)
@@ -220,8 +220,8 @@ def plant(root: Path, file: str, source: str) -> list[str]:
             "import_module('memopt_cli.cli.app')",
             "verification.a must not import memopt_cli.cli.app",
         ),
-        ("shortcuts.py", "", "shortcuts is on no floor"),
-        ("pipeline/shortcuts.py", "", "pipeline.shortcuts is on no floor"),
+        ("shortcuts.py", "", "shortcuts is in no layer"),
+        ("pipeline/shortcuts.py", "", "pipeline.shortcuts is in no layer"),
     ],
 )
 def test_a_wrong_import_is_caught(tmp_path: Path, file: str, source: str, expected: str) -> None:

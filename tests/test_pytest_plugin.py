@@ -175,7 +175,7 @@ def test_a_step_that_fails_says_where(run) -> None:  # type: ignore[no-untyped-d
     """)
     done.assert_outcomes(failed=1)
     done.stdout.fnmatch_lines(
-        ["*module '0' (Linear) rejected its input 64x255@float32*", "*Give each argument of forward*"]
+        ["*module '0' (Linear) rejected its input 64x255@float32*", "*Pass each argument of forward*"]
     )
     assert "memopt_cli/" not in done.stdout.str()  # no frame of memopt's
 

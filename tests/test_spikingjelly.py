@@ -378,7 +378,7 @@ UNMEASURED = (lambda net: gc(net, Block), lambda net: summary_of(net, Block, lev
 def test_without_inputs_the_compressors_that_were_not_tried_on_them_are_named(compressor: object, name: str) -> None:
     said = (
         "x_compressor was not tried on your inputs in '1': an input that it would not restore bit for bit is stored "
-        "as it is. Give dummy_input."
+        "as it is. Pass dummy_input."
     )
     assert installed_without_inputs(compressor, *UNMEASURED) == [(name, said)] * 2
 
@@ -467,7 +467,7 @@ def test_a_plan_is_taken_off_before_another_is_put_on() -> None:
     apply_gc(net, nn.Linear)
     summary = gc(net, Block)
     assert segments(net) == ["0", "1", "2", "3"]
-    assert summary["notes"][0] == "The model carried a plan already; it was taken off first."
+    assert summary["notes"][0] == "The model carried a plan already; it was removed first."
 
 
 def test_apply_gc_changes_nothing_else() -> None:
@@ -554,7 +554,7 @@ def test_level_1_without_inputs_is_verified_where_its_layers_suggest_them() -> N
         assert summary.verification is None
         (note,) = (note for note in summary.notes if note.startswith("Not verified: "))
         assert reason in note
-        assert note.endswith(" Give inputs with dummy_input.")
+        assert note.endswith(" Pass inputs as dummy_input.")
         assert segments(net)
 
 
@@ -966,7 +966,7 @@ class Odd:
 
 
 def test_inputs_that_cannot_be_handed_over() -> None:
-    with pytest.raises(OptionError, match="the inputs cannot be handed to a profiling subprocess"):
+    with pytest.raises(OptionError, match="the inputs cannot be sent to a profiling subprocess"):
         memory_optimization(blocks(), Block, (X, Odd()), level=1)
 
 
@@ -1032,7 +1032,7 @@ def test_a_script_without_a_main_part_is_profiled_in_its_process_and_logs(tmp_pa
     done = python(tmp_path, "train.py")
     note = (
         "Profiled in this process, without a time limit: a subprocess cannot import __main__.Net "
-        '(train.py calls memopt outside of its if __name__ == "__main__" part).'
+        '(train.py calls memopt outside its if __name__ == "__main__" part).'
     )
     assert done.stdout == f"True {note}\n", done.stderr
     lines = done.stderr.splitlines()
@@ -1054,7 +1054,7 @@ def test_a_module_that_optimizes_as_it_is_imported(tmp_path: Path, monkeypatch: 
     [
         ("class Net: pass\nif __name__ == '__main__':\n    find()", "Net", ""),
         ("if True:\n    class Net: pass\nif '__main__' == __name__:\n    find()", "Net.Inner", ""),
-        ("class Net: pass\nfind()", "Net", 'calls memopt outside of its if __name__ == "__main__" part'),
+        ("class Net: pass\nfind()", "Net", 'calls memopt outside its if __name__ == "__main__" part'),
         ("if __name__ == '__main__':\n    class Net: pass\n    find()", "Net", "defines it in its main part"),
     ],
 )

@@ -52,11 +52,11 @@ Given = tuple[Any, ...] | Mapping[str, Any] | InputSpec
 _Function = TypeVar("_Function", bound="str | Callable[..., Any] | None")
 _ONE_SIZE_HINT = "Only memopt_cli.optimize takes a range, such as (64, 2048)."
 _LENGTHS_HINT = (
-    "Give the length of each input, [64, 80, 64], how often each occurs, {64: 2, 80: 1}, or the path of a file."
+    "Pass the length of each input, [64, 80, 64], how often each occurs, {64: 2, 80: 1}, or the path of a file."
 )
-_LOSS_HINT = 'Give a function of the model\'s output, or the name of one, "file.py:function".'
+_LOSS_HINT = 'Pass a function of the model\'s output, or the name of one, "file.py:function".'
 _OPTIMIZER_HINT = (
-    'Give text such as "adamw:fused", or a function that makes one for a model: '
+    'Pass text such as "adamw:fused", or a function that makes one for a model: '
     "lambda model: torch.optim.AdamW(model.parameters())."
 )
 
@@ -71,7 +71,7 @@ def check_model(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         raise OptionError(
             f"model is {for_message(model)}, not a torch.nn.Module",
-            hint="Give the model itself: for a saved one, memopt_cli.load(path).",
+            hint="Pass the model itself; for a saved one, memopt_cli.load(path).",
         )
     refuse_batched(model)
     return model
@@ -136,7 +136,7 @@ def check_card(
         card = device_profile(os.fspath(for_device))
     else:
         raise OptionError(
-            f"for_device is {for_message(for_device)}, not the name of a card", hint='Give for example "a100-40gb".'
+            f"for_device is {for_message(for_device)}, not the name of a card", hint='For example: "a100-40gb".'
         )
     if card is not None and device is not None and str(device) not in ("cpu", "auto"):
         raise OptionError(f"device cannot be combined with for_device ({card.name})", hint="Remove one of them.")
@@ -189,13 +189,13 @@ def check_inputs_argument(inputs: Inputs, dims: Mapping[str, int] | None) -> Giv
         return inputs
     raise OptionError(
         f"inputs is {for_message(inputs)}",
-        hint='Give a tensor, a tuple or a dict of the arguments of forward, or text such as "16x3x64x64".',
+        hint='Pass a tensor, a tuple or a dict of the arguments of forward, or text such as "16x3x64x64".',
     )
 
 
 def _check_dims(dims: Mapping[str, int] | None) -> dict[str, int]:
     if not isinstance(dims, Mapping | None):
-        raise OptionError(f"dims is {for_message(dims)}", hint='Give the size of each symbol: {"B": 16}.')
+        raise OptionError(f"dims is {for_message(dims)}", hint='Pass the size of each symbol: {"B": 16}.')
     return {name: _check_dim(name, size) for name, size in (dims or {}).items()}
 
 
@@ -217,7 +217,7 @@ def split_range(dims: Mapping[str, Any] | None) -> tuple[Mapping[str, int] | Non
     ranges = {name: tuple(size) for name, size in dims.items() if isinstance(size, tuple | list)}
     if len(ranges) > 1:
         raise OptionError(
-            f"two dimensions have a range: {' and '.join(ranges)}", hint="Give one of them a single size."
+            f"two dimensions have a range: {' and '.join(ranges)}", hint="Use a range for one of them only."
         )
     for name, ends in ranges.items():
         if len(ends) != 2:
@@ -257,7 +257,7 @@ def check_budget(given: str | float | None) -> Budget | None:
 def check_path(name: str, given: str | os.PathLike[str]) -> Path:
     """Return ``given``, the argument ``name``, as a path.  Raises :class:`OptionError` if it cannot be one."""
     if not isinstance(given, str | os.PathLike):
-        raise OptionError(f"{name} is {for_message(given)}", hint="Give the path of a file.")
+        raise OptionError(f"{name} is {for_message(given)}", hint="Pass the path of a file.")
     return Path(given)
 
 
@@ -274,7 +274,7 @@ def check_text(name: str, given: object) -> str:
     """Return ``given`` if it is text, or its name if it is a class.  Raises :class:`OptionError` for anything else."""
     text = given.__name__ if isinstance(given, type) else given
     if not isinstance(text, str):
-        raise OptionError(f"{name} is {for_message(given)}", hint="Give text, or a list of it.")
+        raise OptionError(f"{name} is {for_message(given)}", hint="Pass text, or a list of it.")
     return text
 
 

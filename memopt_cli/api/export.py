@@ -53,9 +53,9 @@ def _keeps_around_others(segment: SegmentPlan, plan: Plan) -> bool:
 
 def _left_out(plan: Plan) -> Iterator[str]:
     if plan.packed:
-        yield "what is saved for backward outside of segments is not packed"
+        yield "what is saved for backward outside segments is not packed"
     if plan.place != "device":
-        yield f"what is saved for backward outside of segments stays on the device, and does not go to {plan.place}"
+        yield f"what is saved for backward outside segments stays on the device, and does not go to {plan.place}"
     if plan.in_backward:
         yield "the optimizer does not run in backward"
     if plan.compile is not None:

@@ -1,8 +1,7 @@
-"""The commands for a model in memory: ``memopt_cli.optimize``, ``frontier``, ``profile``, ``recommend_batch``,
-``baseline`` and ``check``.
+"""The functions for a model in memory: ``memopt_cli.optimize``, ``frontier``, ``profile`` and others.
 
-Each function checks its arguments, makes the same request as the command line, and hands it to the pipeline with the
-live model in place of a file.
+Each function checks its arguments, makes the same request as the command line, and passes it to the pipeline with the
+model in memory in place of a file.
 """
 
 from __future__ import annotations
@@ -451,7 +450,7 @@ def check(
     """
     limits = tuple(map(parse_limit, check_names("fail_on", fail_on)))
     if not limits:
-        raise OptionError("fail_on is empty: nothing could fail", hint='Give for example "peak:5%".')
+        raise OptionError("fail_on is empty: nothing could fail", hint='For example: "peak:5%".')
     functions = check_functions(loss, optimizer)
     limit_s = check_option("timeout", timeout)
     spec = _description(inputs, dims)

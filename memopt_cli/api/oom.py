@@ -93,8 +93,8 @@ def _keep_files(error: Exception, base: Path, sizes_before: dict[str, int]) -> s
     return (
         f"memopt explain {flags}\n"
         f"and to find what would fit: {command}\n"
-        f"{placeholders}; SHAPE a batch's shape, 64x3x224x224 or 64x128@int64=0..32000; "
-        f"add {_OWN_LOSS} if it has a loss of its own"
+        f"{placeholders}; SHAPE is the shape of a batch, such as 64x3x224x224 or 64x128@int64=0..32000; "
+        f"add {_OWN_LOSS} if it has its own loss"
         f"{plan}{_missing_guard_line(paths)}"
     )
 

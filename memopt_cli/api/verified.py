@@ -116,11 +116,11 @@ def _prepare(name: str, trained: Trained, given: Given, step: StepArguments) -> 
         return
     if isinstance(trained, Step) or not callable(trained):
         raise OptionError(
-            f"{name} is {type_in_words(trained)}", hint="Give a torch.nn.Module, or the function that makes a step."
+            f"{name} is {type_in_words(trained)}", hint="Pass a torch.nn.Module, or the function that makes a step."
         )
     if isinstance(given, InputSpec):
         raise OptionError(
-            f"the {name} makes a step, whose inputs cannot be text", hint="Give tensors: inputs=(x, targets)."
+            f"the {name} makes a step, whose inputs cannot be text", hint="Pass tensors: inputs=(x, targets)."
         )
     with prepared_step(trained, given, step.settings) as prepared:
         yield prepared
@@ -132,7 +132,7 @@ def _refuse_hooks_on_gradients(name: str, model: nn.Module) -> None:
     if hooked is not None:
         raise OptionError(
             f"the {name}'s parameter {hooked} has a hook on its gradient, which copies of the model lose",
-            hint="Give functions that make steps (memopt_cli.Step), and set the hooks in them.",
+            hint="Pass functions that make steps (memopt_cli.Step), and set the hooks in them.",
         )
 
 

@@ -110,7 +110,7 @@ def _hint_on_verify(args: tuple[Any, ...]) -> Iterator[None]:
         if len(args) == 1 and isinstance(args[0], Mapping):  # most models whose batch is a dictionary take its entries
             err.hint = "verify=[batch] calls model(**batch); verify=[(batch,)] calls model(batch)."
         elif isinstance(err, InputsRejectedError):
-            err.hint = "Give inputs that the model accepts: verify=[(x, y)] calls model(x, y)."
+            err.hint = "Pass inputs that the model accepts: verify=[(x, y)] calls model(x, y)."
         raise
 
 

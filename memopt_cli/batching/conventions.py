@@ -62,7 +62,7 @@ def unflatten_sequences(x: Tensor, batch: int) -> Tensor:
     """
     if x.dim() != 3 or batch < 1 or x.shape[1] % batch:
         raise BatchShapeError(
-            f"{tuple(x.shape)} cannot be split into a batch of {batch}", hint="Give (time, batch * seq, dim)."
+            f"{tuple(x.shape)} cannot be split into a batch of {batch}", hint="Pass a tensor (time, batch * seq, dim)."
         )
     time, rows, dim = x.shape
     return x.reshape(time, batch, rows // batch, dim).permute(1, 0, 2, 3)
@@ -141,7 +141,8 @@ def _takes_state(layer: nn.Module) -> bool:
 def _canonical_sizes(x: Tensor) -> tuple[int, int, int, int]:
     if x.dim() != 4:
         raise BatchShapeError(
-            f"a tensor of shape {tuple(x.shape)} is not (batch, time, seq, dim)", hint="Give these four dimensions."
+            f"a tensor of shape {tuple(x.shape)} is not (batch, time, seq, dim)",
+            hint="Pass a tensor with these four dimensions.",
         )
     batch, time, seq, dim = x.shape
     return batch, time, seq, dim

@@ -299,7 +299,7 @@ class BatchShapeManager:
 
     def _give_out(self) -> Any:
         if not len(self._queue):
-            raise BatchShapeError("the batch has no samples, and no rows are waiting", hint="Give at least one sample.")
+            raise BatchShapeError("the batch has no samples, and no rows are waiting", hint="Pass at least one sample.")
         batch = self._queue.take(self.sizer.batch_size)
         self._is_last_shaped = False
         self._last_rows = tensors_of(batch)[0].shape[0]
@@ -330,5 +330,5 @@ def _inputs_and_targets(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     raise BatchShapeError(
-        "the batch has no inputs and targets", hint='Give (inputs, targets) or {"inputs": …, "targets": …}.'
+        "the batch has no inputs and targets", hint='Pass (inputs, targets) or {"inputs": …, "targets": …}.'
     )

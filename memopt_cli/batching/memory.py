@@ -21,7 +21,7 @@ _PEAK_RESET_CODE = "5"
 
 
 class MemoryMeter(Protocol):
-    """A meter of memory, in bytes; an implementation of your own can emulate a smaller device."""
+    """A meter of memory, in bytes; your own implementation can emulate a smaller device."""
 
     def capacity_bytes(self) -> int:
         """Return the bytes that the process may use; they may change, so callers read them before every decision."""
@@ -116,7 +116,7 @@ def usage_share(memory_usage: float, capacity_bytes: int) -> float:
     if not math.isfinite(memory_usage) or memory_usage < 0:
         raise UsageError(
             f"memory usage is {memory_usage!r}, which is neither a share nor bytes",
-            hint="Give a share of capacity (0 to 1) or bytes.",
+            hint="Pass a share of capacity (0 to 1) or bytes.",
         )
     return memory_usage if memory_usage <= 1 else memory_usage / capacity_bytes
 

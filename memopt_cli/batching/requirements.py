@@ -133,5 +133,5 @@ def _axis_issues(
 def require_batch_shape(shape: Sequence[int]) -> tuple[int, ...]:
     """Return ``shape`` as a tuple.  Raises :class:`BatchShapeError` if it is empty or a size is not positive."""
     if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
-        raise BatchShapeError(f"{tuple(shape)} is not a batch shape", hint="Give positive sizes, the batch first.")
+        raise BatchShapeError(f"{tuple(shape)} is not a batch shape", hint="Pass positive sizes, the batch first.")
     return tuple(shape)

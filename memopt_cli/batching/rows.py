@@ -31,7 +31,7 @@ def count_rows(batch: Any) -> int:
         shapes = [tuple(tensor.shape) for tensor in tensors_of(batch)]
         raise BatchShapeError(
             f"the tensors of a batch have shapes {shapes}; the first size must be the same for all",
-            hint="Give (inputs, targets), both with the batch as their first dimension.",
+            hint="Pass (inputs, targets), both with the batch as their first dimension.",
         )
     return size[0]
 

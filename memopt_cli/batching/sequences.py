@@ -227,14 +227,14 @@ def _collate(samples: Sequence[Sample] | Sequence[Tensor], join: Callable[[Seque
     if len(pairs) < len(samples):
         raise BatchShapeError(
             "the samples are neither all sequences nor all pairs (sequence, label)",
-            hint="Give (sequence, label) for each sample, with everything else in the label.",
+            hint="Pass (sequence, label) for each sample, with everything else in the label.",
         )
     return join([sequence for sequence, _ in pairs]), default_collate([label for _, label in pairs])
 
 
 def _check_sequences(sequences: Sequence[Tensor]) -> Sequence[Tensor]:
     if not len(sequences):
-        raise BatchShapeError("there are no sequences to batch", hint="Give at least one.")
+        raise BatchShapeError("there are no sequences to batch", hint="Pass at least one.")
     for i, sequence in enumerate(sequences):
         if sequence.dim() < 1 or not len(sequence):
             raise BatchShapeError(

@@ -128,10 +128,10 @@ class BatchShapeOptimizer:
         limits = from_data(Constraints, dict(constraints or {}), where="constraints")
         weights = from_data(Objectives, dict(objectives or {}), where="objectives")
         if self._accuracy_fn is None and (limits.min_accuracy is not None or weights.accuracy):
-            raise UsageError("min_accuracy and the weight of accuracy need accuracy_fn", hint="Give accuracy_fn=.")
+            raise UsageError("min_accuracy and the weight of accuracy need accuracy_fn", hint="Pass accuracy_fn=.")
         shapes = list(dict.fromkeys(require_batch_shape(shape) for shape in input_shapes))
         if not shapes:
-            raise UsageError("no batch shapes to choose from", hint="Give at least one shape, the batch first.")
+            raise UsageError("no batch shapes to choose from", hint="Pass at least one shape, the batch first.")
         candidates = [self._candidate(shape, limits) for shape in shapes]
         feasible = [c for c in candidates if c["feasible"]]
         chosen = _best(feasible, weights) if feasible else _smallest(candidates)
@@ -241,6 +241,6 @@ def _smallest(candidates: Sequence[Candidate]) -> Candidate:
     if not measured:
         raise MemoryBudgetError(
             f"none of {len(candidates)} batch shapes could be run: out of memory",
-            hint="Give smaller shapes, or lower the memory of a step with memopt optimize.",
+            hint="Pass smaller shapes, or lower the memory of a step with memopt optimize.",
         )
     return min(measured, key=lambda c: c["memory_bytes"] or 0)

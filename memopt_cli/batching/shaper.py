@@ -83,7 +83,7 @@ class MemoryAwareShaper:
         if lengths.shape != tensor.shape[:1] or int(lengths.min()) < 1 or int(lengths.max()) > longest:
             raise BatchShapeError(
                 f"lengths {lengths.tolist()} do not fit a batch of shape {tuple(tensor.shape)}",
-                hint="Give one length per sequence, from 1 to the size of axis 1.",
+                hint="Pass one length per sequence, from 1 to the size of axis 1.",
             )
         elements = int(lengths.sum()) * math.prod(tensor.shape[2:])
         self._require_room(elements * tensor.element_size(), tensor)

@@ -115,7 +115,10 @@ class BatchShapeValidator:
         if self._config.hardware_checks:
             issues += _limit_issues(shape, limits)
         if issues and self._config.strict_mode:
-            raise BatchShapeError(f"a batch of shape {shape} is not valid: {'; '.join(issues)}")
+            raise BatchShapeError(
+                f"a batch of shape {shape} is not valid: {'; '.join(issues)}",
+                hint="Change the shape, or set strict_mode=False to get these sentences returned.",
+            )
         notes = [f"performance: {note}" for note in _slow_sizes(shape)] if self._config.performance_validation else []
         return not issues, issues + notes
 

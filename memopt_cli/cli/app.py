@@ -204,7 +204,7 @@ def _as_memopt_error(err: BaseException) -> MemoptError:
         case ModuleNotFoundError(name=str(name)):
             return UsageError(
                 f"{_place_of_import(err)} imports {name}, which is not installed",
-                hint="If you trust that code, install what it needs; a package may have another name than its modules.",
+                hint="If you trust that code, install the package that provides it, whose name may differ.",
             )
         case _:
             text = " ".join(str(err).split())

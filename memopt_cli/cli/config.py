@@ -103,7 +103,7 @@ def _refuse_paths(context: typer.Context, file: Path, data: dict[str, Any]) -> N
     for key, parameter in _flags(context.command).items():
         is_file = _option(context.command, parameter).checked_risk == "file"
         if key in data and is_file and not kept_below(str(data[key]), file.parent):
-            raise _unsafe(file, f"sets '{key}' to a path outside of it: {str(data[key])[:200]}")
+            raise _unsafe(file, f"sets '{key}' to a path outside it: {str(data[key])[:200]}")
 
 
 def _refuse_unknown(context: typer.Context, file: Path, data: dict[str, Any]) -> None:
@@ -111,7 +111,7 @@ def _refuse_unknown(context: typer.Context, file: Path, data: dict[str, Any]) ->
     known = {"trust", "dims", *(flag for command in _commands(context) for flag in _flags(command))}
     for key in data:
         if key in _COMMAND_LINE_ONLY:
-            raise UsageError(f"{file}: '{key}' cannot be set in a file", hint=f"Give --{key} on the command line.")
+            raise UsageError(f"{file}: '{key}' cannot be set in a file", hint=f"Use --{key} on the command line.")
         if key not in known:
             nearest_keys = difflib.get_close_matches(key[:100], known, n=1)
             hint = f"Did you mean {nearest_keys[0]}?" if nearest_keys else f"Known keys: {', '.join(sorted(known))}."

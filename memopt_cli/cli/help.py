@@ -17,7 +17,7 @@ from memopt_cli.errors import UsageError
 from memopt_cli.text.options import ARGUMENTS, GROUPS, OTHERS, find_option
 
 _NAMES_WIDTH: Final = 26
-"""Width in characters of the column of names; a longer name has a line of its own."""
+"""Width in characters of the column of names; a longer name has its own line."""
 _ONE_SCREEN: Final = 9
 """Maximum number of parameters of a command whose help shows all of them at once; its ``--help-all`` is the same."""
 _ALL: Final = "memopt.help_all"

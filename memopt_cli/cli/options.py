@@ -229,7 +229,7 @@ def _layouts(asked: LayoutOptions | LayoutRangeOptions, numbers: Sequence[int]) 
     if given:
         missing = "`--parallel` fsdp, ddp or FILE.py:NAME" if numbers else "`--ranks N`"
         raise UsageError(
-            f"{given[0]} is about one rank of many, but {missing} is missing",
+            f"{given[0]} needs {missing}",
             hint="For example: `--ranks 8 --parallel train.py:shard`",
         )
     return ()

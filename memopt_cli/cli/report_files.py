@@ -16,7 +16,7 @@ from memopt_cli.text.writing import Fill, content, write_all
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFiles:
-    """Paths of the report files that were asked for; ``None`` for each that was not."""
+    """Paths of the requested report files; ``None`` for each that was not."""
 
     html: str | None
     snapshot: str | None
@@ -36,7 +36,7 @@ class ReportFiles:
             require_plotly()
 
     def write(self, page: Callable[[], str], trace: StepTrace | None = None) -> tuple[str, ...]:
-        """Write all files that were asked for or none, and return their paths.  ``trace``: the step of the snapshot."""
+        """Write all requested files or none, and return their paths.  ``trace``: the step of the snapshot."""
         contents: dict[Path, Fill] = {}
         if self.html is not None:
             contents[Path(self.html)] = content(on_command_line(page()).encode(errors="backslashreplace"))

@@ -52,8 +52,8 @@ from memopt_cli.text.documents import (
 )
 from memopt_cli.text.spelling import on_command_line
 
-_PLAN_OR_PATH = "Give a memopt_cli.Plan, such as the .plan of a result, or the path of its file."
-_PLAN_HINT = "Give a *.plan.yaml that memopt optimize wrote, with its header."
+_PLAN_OR_PATH = "Pass a memopt_cli.Plan, such as the .plan of a result, or the path of its file."
+_PLAN_HINT = "Use a *.plan.yaml that memopt optimize wrote, with its header."
 _POSITIVE_FIELDS = ("step_times_s", "original_step_s", "predicted_slowdown")
 _MAX_LEVELS = 200  # modules in a baseline may be nested this deep
 _FRONTIER_HINT = "`memopt optimize --frontier --force` writes it again."

@@ -85,7 +85,7 @@ def output_paths(location: str, output: str | None, *, plan_only: bool = False) 
     file = file_of(location)
     model = _output_path(Path(file), location.removeprefix(file).removeprefix(":")) if output is None else Path(output)
     if not model.name:
-        raise UsageError(f"'{output}' does not name a file", hint="Write for example `-o model.memopt.pt`.")
+        raise UsageError(f"'{output}' does not name a file", hint="For example: `-o model.memopt.pt`.")
     _require_other(file, model)
     return OutputPaths(model=model, plan_only=plan_only)
 

@@ -27,9 +27,9 @@ def check_batch(spec: InputSpec, batch: int) -> None:
     shapes = ", ".join(map(format_tensor, sized))
     first = replace(sized[0], shape=(BATCH, *sized[0].shape[1:]))
     raise UsageError(
-        f"the inputs do not share their first dimension, so it is not known which one is the batch ({shapes})",
-        hint=f"Name it in every input that has it, as in `-i {shlex.quote(format_tensor(first))} --dim "
-        f"{BATCH}={batch}`; inputs such as one graph's nodes and edges have none.",
+        f"memopt cannot tell which dimension is the batch: the inputs differ in their first ({shapes})",
+        hint=f"Write {BATCH} for it in every shape that has it: `-i {shlex.quote(format_tensor(first))} --dim "
+        f"{BATCH}={batch}`. Inputs such as the nodes and edges of one graph have no batch.",
     )
 
 

@@ -114,7 +114,7 @@ def require_used(names: Iterable[str], tensors: Sequence[TensorSpec], where: str
             shapes = ", ".join(map(format_tensor, tensors)) or "of fixed size"
             raise UsageError(
                 f"`--dim {name}`: no input has a dimension {name}; they are {shapes} ({where})",
-                hint=f"Write {name} into a shape, as in `-i {name}x3x224x224`, or give it no size.",
+                hint=f"Write {name} into a shape, as in `-i {name}x3x224x224`, or leave its size out.",
             )
 
 
@@ -140,7 +140,7 @@ def check_inputs(tensors: Sequence[TensorSpec], dims: Mapping[str, int]) -> None
     names = [tensor.name for tensor in tensors if tensor.name is not None]
     for name in names:
         if names.count(name) > 1:
-            raise UsageError(f"the input '{name}' is given twice", hint="Give each input once.")
+            raise UsageError(f"the input '{name}' is given twice", hint="Describe each input once.")
     for tensor in tensors:
         check_sizes(tensor, dims)
     require_sizes(tensors, dims)
@@ -156,9 +156,9 @@ def parse_dims(texts: Iterable[str]) -> dict[str, int]:
     for text in texts:
         name, _, size = text.replace(" ", "").partition("=")
         if name.isidentifier() and size and not size.strip("0"):
-            raise UsageError(f"dimension {name} has size 0", hint="Give it a size of at least 1.")
+            raise UsageError(f"dimension {name} has size 0", hint="Use a size of at least 1.")
         if not name.isidentifier() or not _SIZE_PATTERN.fullmatch(size):
-            hint = "Write for example `--dim B=8`."
+            hint = "For example: `--dim B=8`."
             if name.isidentifier() and re.fullmatch(r"\d+(-|\.\.|,)\d+", size, re.ASCII):
                 hint = f"A range is written `--dim {name}={':'.join(re.findall(r'[0-9]+', size))}`."
             raise UsageError(f"dimension {shorten(text)} is not NAME=SIZE", hint=hint)
@@ -180,11 +180,12 @@ def split_dims(texts: Sequence[str], described: Callable[[int, int], int] = min)
     if len(ranges) > 1:
         raise UsageError(
             f"two dimensions have a range: {' and '.join(ranges)}",
-            hint="Give one of them a single size, or both inputs one symbol, whose longest counts.",
+            hint="Use a range for one of them only. If both vary together, give both one symbol, whose largest size "
+            "counts.",
         )
     match = re.fullmatch(r"(\w+)=(\d+):(\d+)", ranges[0].replace(" ", ""), re.ASCII)
     if match is None:
-        raise UsageError(f"dimension '{ranges[0]}' is not NAME=LOW:HIGH", hint="Write for example `--dim S=128:4096`.")
+        raise UsageError(f"dimension '{ranges[0]}' is not NAME=LOW:HIGH", hint="For example: `--dim S=128:4096`.")
     symbol, *ends = match.groups()
     if not ends[0].strip("0"):
         raise UsageError(f"the range {ranges[0]} begins below 1", hint=f"LOW must be at least 1 in {symbol}=LOW:HIGH.")
@@ -310,7 +311,7 @@ def parse_values(text: str, dtype: str) -> str:
         known = f"spikes:RATE (as spikes:0.2), normal, uniform, zeros, ones, {PADDED}, {ranges}"
         raise UsageError(f"unknown values {shorten(text)}", hint=f"Known values: {known}.")
     elif text in ("normal", "uniform") and dtype in _INTEGER_RANGES:
-        raise UsageError(f"{dtype} cannot hold '{text}' values", hint="Give a range of integers, for example =0..2.")
+        raise UsageError(f"{dtype} cannot hold '{text}' values", hint="Use a range of integers, for example =0..2.")
     return text
 
 
@@ -327,7 +328,7 @@ def check_sizes(tensor: TensorSpec, dims: Mapping[str, int]) -> None:
     if len(tensor.shape) > _MAX_SIZES:
         raise UsageError(f"an input has {len(tensor.shape)} dimensions", hint=_DIMENSIONS_HINT)
     if tensor.values == PADDED and not tensor.shape:
-        raise UsageError(f"input {format_tensor(tensor)!r} has no dimension to pad", hint="Give it a length: BxS.")
+        raise UsageError(f"input {format_tensor(tensor)!r} has no dimension to pad", hint="Add a length: BxS.")
     items = math.prod(size if isinstance(size, int) else dims.get(size, 1) for size in tensor.shape)
     if items * _ITEM_BYTES >= 2**63:
         raise UsageError(

@@ -118,7 +118,7 @@ class _HostileArchiveError(Exception):
 def check_archive(data: bytes, path: str, limit: SizeLimit = FILE_LIMIT) -> dict[str, int]:
     """Check that every reader of ``data`` finds the same records, and return their unpacked bytes by name.
 
-    Raises :class:`UnsafeFileError` for names outside of the folder of unpacking, and for records that share their
+    Raises :class:`UnsafeFileError` for names outside the folder of unpacking, and for records that share their
     bytes or unpack to far more than the archive's size.  Raises :class:`FileFormatError` if it is damaged.
     """
     try:

@@ -66,7 +66,7 @@ def check_paths(model: nn.Module, path: str) -> None:
         if characters_left < 0:
             raise FileFormatError(
                 f"{path} was not loaded: the paths of its modules take more than {_MAX_PATH_CHARACTERS} characters",
-                hint="Give its modules shorter names.",
+                hint="Shorten the names of its modules.",
             )
         unseen_children = [(name, child) for name, child in children if id(child) not in seen]
         seen.update(id(child) for _, child in unseen_children)
@@ -110,7 +110,7 @@ def bound_weights(tensors: int, nbytes: int) -> Iterator[None]:
 def bound_memory(nbytes: int) -> Iterator[None]:
     """Raise :class:`TooLargeError` in the ``with`` block for far more memory or time than weights of ``nbytes`` need.
 
-    It catches memory and work outside of modules, such as long lists, unseen by :func:`bound_weights`.  It does
+    It catches memory and work outside modules, such as long lists, unseen by :func:`bound_weights`.  It does
     nothing unless :data:`limits_process`, since the kernel's limits are for the whole process.
     """
     if not limits_process:

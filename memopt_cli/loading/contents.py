@@ -39,7 +39,7 @@ class FileContents:
     modules: list[StoredModule] = field(default_factory=list)
     tensors: list[StoredTensor] = field(default_factory=list)
     homes: list[int] = field(default_factory=list)
-    """For each tensor, the index of its module in ``modules``; -1 for a tensor outside of modules."""
+    """For each tensor, the index of its module in ``modules``; -1 for a tensor outside modules."""
     parents: list[int] = field(default_factory=list)
     """For each module, the index of its parent; -1 for a root."""
     memory: list[Any] = field(default_factory=list)
@@ -90,7 +90,7 @@ def contents_of(root: Any, *, registered: Registered | None = None, loose: Tenso
     """List the modules and tensors in ``root``, which :func:`~memopt_cli.loading.pickles.scan.scan_pickle` returned.
 
     ``registered`` gives the kinds of attributes that the code of a TorchScript archive declares; ``loose`` is the kind
-    of tensors outside of modules.  Raises :class:`ValueError` for modules nested deeper than in any real model.
+    of tensors outside modules.  Raises :class:`ValueError` for modules nested deeper than in any real model.
     """
     return _Walk(registered or {}, loose).all_of(root)
 

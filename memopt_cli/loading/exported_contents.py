@@ -21,7 +21,7 @@ DTYPE_NAMES: Final = dict(
 ) | {28: "uint16", 29: "float8_e4m3fn", 30: "float8_e5m2"}
 """Number of a dtype in an exported program -> its name (``ScalarType`` in torch/_export/serde/schema.py)."""
 NO_MODULE: Final = "_empty_nn_module_stack_from_metadata_hook"
-"""The path that ``torch.export`` gives operators that it added outside of any module."""
+"""The path that ``torch.export`` gives operators that it added outside any module."""
 _SYMBOL: Final = re.compile(r"Symbol\('(\w+)'")
 _MIN_VALUES = 2_000_000
 """Separators that the JSON of a program may have however small its file is; a value takes up to 80 bytes of memory."""

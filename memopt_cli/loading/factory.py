@@ -178,7 +178,7 @@ def fill(model: nn.Module, file: ModelFile, location: str = "") -> tuple[str, ..
         others = other_class_hint(location, weights) if is_function(location) else ""
         raise FileFormatError(
             f"{file.path} does not fit {type(model).__name__}: {reason}",
-            hint=f"Give the weights of the model that the callable builds. {others}".strip(),
+            hint=f"Use weights of the model that the callable builds. {others}".strip(),
         ) from err
     return tuple(notes)
 
@@ -202,7 +202,7 @@ def _state_dict_in(model: nn.Module, file: ModelFile, notes: list[str]) -> tuple
     if (kind := next((name for name, format_ in _WITH_CODE.items() if format_.recognizes(file)), None)) is not None:
         raise FileFormatError(
             f"{file.path} is {kind}: a model with its code, not weights alone",
-            hint=f"Give {quoted_path(file.path)} as the model, without `--weights`.",
+            hint=f"Use {quoted_path(file.path)} as the model, without `--weights`.",
         )
     pickled = read_pickled(file)
     refuse_attacks(file, pickled.scan, UserCode(()))

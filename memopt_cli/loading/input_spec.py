@@ -111,7 +111,7 @@ def read_spec_file(path: str | Path) -> InputSpec:
     Raises :class:`UsageError`, which names the file, for an unknown or missing key and for a wrong value.
     """
     path = Path(path)
-    data = read_yaml(path, "Write for example inputs: [{shape: BxS, dtype: int64}] and dims: {B: 8, S: 128}.")
+    data = read_yaml(path, "For example: inputs: [{shape: BxS, dtype: int64}] and dims: {B: 8, S: 128}.")
     try:
         _check_keys(data, ("inputs", "dims"), "the file")
         inputs, dims = data.get("inputs"), data.get("dims") or {}
@@ -130,7 +130,7 @@ def _read_tensor(item: Any) -> TensorSpec:
         return parse_tensor(item)
     _check_keys(item, ("name", "shape", "dtype", "values"), "an input")
     if "shape" not in item:
-        raise UsageError("an input lacks the key 'shape'", hint="Write for example shape: BxS.")
+        raise UsageError("an input lacks the key 'shape'", hint="For example: shape: BxS.")
     shape = item["shape"]
     name = item.get("name")
     dtype = parse_dtype(str(item.get("dtype", "float32")))
@@ -206,7 +206,7 @@ def make_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Make the positional and keyword arguments of one step on ``device``.
 
-    Random values come from generators of their own, so equal ``spec`` and ``seed`` give equal inputs.  A script may
+    Random values come from their own generators, so equal ``spec`` and ``seed`` give equal inputs.  A script may
     use PyTorch's generator, which is seeded for it and restored.  Floating tensors are cast to ``dtype``,
     unless it is ``None``.
     Raises :class:`UsageError` for a data file or script that cannot be used.
@@ -310,7 +310,7 @@ def _padded_mask(shape: tuple[int, ...]) -> Tensor:
     """Make a mask of ``shape``: row ``i`` of its last dimension ends with ``i`` zeros, at most with half its length.
 
     So row 0 has the full length, like the longest sequence of a padded batch.  A single row ends with one zero: some
-    models make a mask of their own only if there is a zero.  No row is zeros alone, which would make NaN of a softmax.
+    models make their own mask only if there is a zero.  No row is zeros alone, which would make NaN of a softmax.
     """
     *outer, length = shape
     rows = math.prod(outer)
@@ -454,7 +454,7 @@ def batch_of(spec: InputSpec) -> int:
         hint = NO_BATCH_ARGUMENT
     else:
         hint = "Write it into a shape, as in `-i Bx3x224x224 --dim B=8`."
-        raise UsageError("the batch size of the inputs is not known", hint=hint)
+        raise UsageError("memopt cannot tell the batch size of the inputs", hint=hint)
     first = next(_tensors_in(arguments), None)
     if first is not None and first.dim():
         return first.shape[0]

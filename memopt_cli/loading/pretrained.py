@@ -63,7 +63,7 @@ _MAX_LISTED: Final = 3
 _OFFLINE: Final = "HF_HUB_OFFLINE"
 """Environment variable that keeps libraries from looking names up on a hub."""
 
-_BUILD_IN_CODE_HINT: Final = "Build it in code of your own: package.module:callable."
+_BUILD_IN_CODE_HINT: Final = "Build it in your own code: package.module:callable."
 _SAVE_AGAIN_HINT: Final = "Save it again with model.save_pretrained(folder)."
 _COUNT_NAME: Final = re.compile(
     r"(\w*_)?(num|n)_\w+|depth|depths|layers|ngram|context_size|prediction_length|max_text_length"

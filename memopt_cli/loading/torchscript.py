@@ -84,7 +84,7 @@ def lift_script(script: ScriptModule, unit: Any) -> Loaded:
 
 
 def _owners(lifted: nn.Module, leaves: list[ScriptLeaf]) -> Counter[int]:
-    """Count for each address of memory the leaves with a tensor there; the modules outside of leaves count as one."""
+    """Count for each address of memory the leaves with a tensor there; the modules outside leaves count as one."""
     parts = [list(leaf.modules()) for leaf in leaves]
     inside = {id(module) for part in parts for module in part}
     parts.append([module for module in lifted.modules() if id(module) not in inside])

@@ -120,7 +120,7 @@ def attack_refusal(wanted: Global) -> Denied:
     return Denied(
         "decides what to call only while it is read, so it cannot be checked"
         if computed
-        else "runs its arguments as code, or reaches outside of this process"
+        else "runs its arguments as code, or reaches outside this process"
     )
 
 
@@ -167,7 +167,7 @@ def how_to_install(wanted: Global) -> str:
     )
     if _is_here(wanted):
         return f"If the {wanted.package} in this folder is your own: `--code-path .`; else {install}."
-    return f"If it is code of your own, name the folder that holds it: `--code-path FOLDER`; else {install}."
+    return f"If it is your own code, name the folder that holds it: `--code-path FOLDER`; else {install}."
 
 
 def _is_installed(package: str) -> bool:

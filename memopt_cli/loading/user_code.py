@@ -101,7 +101,7 @@ class UserCode:
                     raise UsageError(f"the code path {path}: {refusal}")
                 raise UsageError(
                     f"the code path {str(path)!r} is neither a folder nor a Python file",
-                    hint="Give a .py file or its folder.",
+                    hint="Use a .py file or its folder.",
                 )
             if not path.exists():
                 raise UsageError(f"the code path {path} does not exist", hint="Check the path.")
@@ -301,7 +301,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _refuse_overwriting(path: str) -> None:
-    """Raise :class:`_StoppedError` if ``path`` is a file with contents, outside of hidden folders and caches."""
+    """Raise :class:`_StoppedError` if ``path`` is a file with contents, outside hidden folders and caches."""
     if not any(applies() for applies in _keeping):
         return
     whole = os.path.abspath(path)

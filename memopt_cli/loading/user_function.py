@@ -17,7 +17,7 @@ from memopt_cli.loading.user_code import find_spec, import_failure, is_session, 
 from memopt_cli.text.documents import quoted_flag
 from memopt_cli.text.misnamed import definitions
 
-_FUNCTION_HINT = "Give `file.py:function`."
+_FUNCTION_HINT = "Use `file.py:function`."
 
 
 def user_function(

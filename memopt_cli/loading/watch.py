@@ -2,7 +2,7 @@
 
 Building a model needs no subprocess, no connection and no change to a file.  Python reports these as audit events, and
 the watch turns one into an error.  Code that is not Python can evade it: the sandbox of
-:mod:`memopt_cli.measure.sandbox` is the second wall.
+:mod:`memopt_cli.measure.sandbox` confines the process as well.
 """
 
 from __future__ import annotations

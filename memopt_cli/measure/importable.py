@@ -82,7 +82,7 @@ def _unreachable_in_main(name: str) -> str:
         return "__main__ is not a script"
     tree = ast.parse(script.read_bytes())
     if not _is_called_from_main_part(tree):
-        return f'{script.name} calls memopt outside of its if __name__ == "__main__" part'
+        return f'{script.name} calls memopt outside its if __name__ == "__main__" part'
     nodes = (inner for node in tree.body if not _is_main_part(node) for inner in ast.walk(node))
     defined = {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
     if name.partition(".")[0] not in defined:

@@ -347,7 +347,7 @@ class MeasureAnswer:
     measurement: Measurement
     fingerprint: Fingerprint
     not_as_planned: tuple[str, ...] = ()
-    """A sentence on each segment that runs plainly or whole, because its forward does not allow the plan."""
+    """A sentence on each segment that is not recomputed, or runs whole, because its forward does not allow the plan."""
     graph_break: str = ""
     """PyTorch's reason for a graph break, which leaves parts of a compiled model uncompiled; empty if the compiled
     model is one graph, or if nothing is compiled."""
@@ -386,7 +386,7 @@ NEAR_SHARE = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeInTurnsAnswer:
-    """Wall times in seconds of steps of the original and under plans, taken in turns in one process."""
+    """Wall times in seconds of steps of the original and under plans, taken in alternation in one process."""
 
     original_times_s: tuple[float, ...]
     planned_times_s: tuple[tuple[float, ...], ...]
@@ -397,7 +397,7 @@ class TimeInTurnsAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeInTurnsJob(StepJob[TimeInTurnsAnswer]):
-    """Times the original and plans in turns, so that other work of the machine slows all of them equally."""
+    """Times the original and plans in alternation, so that other work of the machine slows all of them equally."""
 
     answered_by: ClassVar[str] = "memopt_cli.measure.answers.timed:time_in_turns"
     plans: tuple[Plan, ...]

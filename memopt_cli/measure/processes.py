@@ -174,7 +174,7 @@ class _Servers(threading.local):
         self.used: MutableMapping[Role, ForkServer] = weakref.WeakValueDictionary()
         """Role -> the running server, as long as a subprocess or :attr:`kept` refers to it."""
         self.kept: dict[Role, ForkServer] | None = None
-        """Servers that :func:`keep_server` keeps alive in its ``with`` block; ``None`` outside of one."""
+        """Servers that :func:`keep_server` keeps alive in its ``with`` block; ``None`` outside one."""
 
 
 _servers = _Servers()

@@ -98,7 +98,7 @@ _MAX_BY_UNIT: Final = {"_per_s": 1e18, "bytes": 1 << 63, "seconds": 1e9, "_s": 1
 def _check_trace(trace: StepTrace) -> None:
     """Raise :class:`ValueError` if ``trace`` has indices of operators or storages that do not exist.
 
-    The search and the replay use these indices without checks of their own.
+    The search and the replay use these indices without their own checks.
     """
     count = len(trace.ops)
     kinds = {f.name.removesuffix("_bytes") for f in fields(Breakdown)}

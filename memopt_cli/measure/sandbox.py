@@ -1,4 +1,4 @@
-"""A sandbox around a process that loads and runs a stranger's model: the second wall, after the checks of the file.
+"""A sandbox around a process that loads and runs a stranger's model, in addition to the checks of the file.
 
 It is made of Linux's Landlock, a filter of system calls (:mod:`memopt_cli.measure.seccomp`) and the loss of root's
 privileges; it needs no privilege itself.  A confined process can read the files that it could read before, but no

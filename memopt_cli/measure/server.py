@@ -292,7 +292,7 @@ def _work(jobs_fd: int, replies_fd: int) -> int:
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
         unconfined, folder = "", surroundings["confined_to"]
         if folder is not None and (reason := sandbox.confine(folder, gpu=surroundings["gpu"])):
-            unconfined = f"The model is not confined in full: {reason}."
+            unconfined = f"The model is not fully sandboxed: {reason}."
         from memopt_cli.measure.worker import main
 
         try:

@@ -100,7 +100,7 @@ class Worker:
         if is_pretrained(location):
             return f"Leave `-i` out, and give `--dim` only sizes that the configuration in {location} allows."
         if hint == GIVE_ACCEPTED and isinstance(model, StepModels):  # its first layer says nothing of run's arguments
-            return "Give inputs that run accepts, one `-i` for each of its arguments."
+            return "Use inputs that run accepts, one `-i` for each of its arguments."
         if hint == GIVE_ACCEPTED and (guess := guessed_spec(model)) is not None:
             sized = (format_tensor(with_sizes(tensor, guess.dims)) for tensor in guess.tensors)
             return f"{hint[:-1]}, such as `{' '.join(quoted_flag('-i', text) for text in sized)}`."
@@ -160,7 +160,7 @@ def _reply_line(reply: Any, max_bytes: int) -> str:
         return line
     too_long = StepFailed(
         message=f"the answer of the profiling subprocess does not fit into {format_bytes(max_bytes)} of memory",
-        hint="Describe inputs with fewer time steps, or give a part of the model.",
+        hint="Describe inputs with fewer time steps, or use a part of the model.",
     )
     return json.dumps(to_data(too_long))
 

@@ -73,7 +73,7 @@ def test_batched_model(
     if not input_shapes or not all(isinstance(shape, Sequence) for shape in input_shapes):
         raise UsageError(
             f"input_shapes is {input_shapes!r}, not a list of shapes",
-            hint="Give a list of shapes, one for each argument.",
+            hint="Pass a list of shapes, one for each argument.",
         )
     states = batched_model.state_dicts()
     modes = [(m, m.training) for m in batched_model.modules()]

@@ -76,9 +76,9 @@ def merge_batch(tensor: Tensor, data_order: DataOrder = "g b", batch: int | None
     if batch is None:
         if data_order == "(g b)" or tensor.dim() < 2:
             raise UsageError(
-                f"a tensor of shape {tuple(tensor.shape)} in data order '{data_order}' leaves the number of models "
-                "open",
-                hint="Give the number: merge_batch(tensor, data_order, batch=…).",
+                f"a tensor of shape {tuple(tensor.shape)} in data order '{data_order}' does not show the number of "
+                "models",
+                hint="Pass it: merge_batch(tensor, data_order, batch=…).",
             )
         batch = tensor.shape[data_order == "b g"]
     return in_order(models_first(tensor, batch, data_order), "(b g)")
@@ -134,7 +134,7 @@ def inner_batch_size(tensor: Tensor, batch: int) -> int:
 def check_models(batch: object) -> None:
     """Raise :class:`UsageError` unless ``batch`` is a number of models."""
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
-        raise UsageError(f"batch={shorten(batch)} is not a number of models", hint="Give a whole number, at least 1.")
+        raise UsageError(f"batch={shorten(batch)} is not a number of models", hint="Pass a whole number, at least 1.")
 
 
 def check_order(order: str) -> None:

@@ -61,7 +61,7 @@ class BatchModule(nn.Module):
         super().__init__()
         check_models(batch)
         if not isinstance(model, nn.Module):
-            raise UsageError(f"model is {type_in_words(model)}", hint="Give a torch.nn.Module.")
+            raise UsageError(f"model is {type_in_words(model)}", hint="Pass a torch.nn.Module.")
         if route not in ("auto", *get_args(RouteName)):
             raise UsageError(f"unknown route '{route}'", hint=f"Known: auto, {', '.join(get_args(RouteName))}.")
         self.batch = batch
@@ -142,7 +142,7 @@ class BatchModule(nn.Module):
         return unstack(self.models, self.batch, device)
 
     def _mode(self) -> _Mode:
-        # Classes are part of the mode, since installing or removing a segment exchanges a module's class.
+        # Classes are part of the mode, since installing or removing a segment replaces a module's class.
         return tuple((m.training, type(m)) for _, m in named_parts(self.models))
 
     def _select(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Route:

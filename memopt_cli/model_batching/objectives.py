@@ -116,7 +116,7 @@ def _bind_reduction(
     if not hasattr(loss_func, "reduction"):
         raise UsageError(
             f"{type(loss_func).__name__} has no reduction, so it is not a loss module of torch.nn",
-            hint="Give a loss module with a reduction, or a function of torch.nn.functional.",
+            hint="Pass a loss module with a reduction, or a function of torch.nn.functional.",
         )
     loss = copy.copy(loss_func)
     vars(loss)["reduction"] = reduction

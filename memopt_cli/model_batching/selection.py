@@ -135,7 +135,7 @@ class _FirstRunnable:
 
 
 def _make_restorer(tree: nn.Module) -> Callable[[], None]:
-    """Return a function that puts ``tree`` and the random generators back into their current state."""
+    """Return a function that restores ``tree`` and the random generators to their current state."""
     state, generators = ModuleState(tree), Generators()
     # ``ModuleState`` refers to tensors, and routes write buffers in place.
     copies = [(buffer, buffer.detach().clone()) for buffer in tree.buffers()]

@@ -147,7 +147,7 @@ def load_stacked(tree: nn.Module, states: StateDict | Sequence[StateDict], model
     if not 0 < len(states) <= models or (len(states) < models and not pad):
         raise UsageError(
             f"{len(states)} state dictionaries for {models} models",
-            hint="Give one for all models, or one for each"
+            hint="Pass one for all models, or one for each"
             f"{'' if pad else '; or fewer with batch_strict=False, and the other models become zero'}.",
         )
     for index, state in enumerate(states):
@@ -155,7 +155,7 @@ def load_stacked(tree: nn.Module, states: StateDict | Sequence[StateDict], model
             differing = sorted(state.keys() ^ states[0].keys())
             raise UsageError(
                 f"state dictionaries 0 and {index} do not have the same keys: {', '.join(differing)}",
-                hint="Give state dictionaries of models that are built alike.",
+                hint="Pass state dictionaries of models that are built alike.",
             )
     return {k: _stack_values(k, [s[k] for s in states], models, shared=k in shared) for k in states[0]}
 
@@ -179,7 +179,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 def _refusal(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
-        return "a ScriptModule's parameters cannot be exchanged; batch the module it was made from"
+        return "a ScriptModule's parameters cannot be replaced; batch the module it was made from"
     if uninitialized(module, recurse=False):
         return "its parameters are not initialized yet; run the model once"
     if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel | nn.SyncBatchNorm):
@@ -213,7 +213,7 @@ def _stack_values(name: str, values: list[Tensor], models: int, *, shared: bool)
         if any(not torch.equal(v, values[0]) for v in values[1:]):
             raise UsageError(
                 f"buffer '{name}' is shared by all models, but their state dictionaries differ in it",
-                hint="Give all of them one value, or batch only models whose shared buffers are equal.",
+                hint="Set it to one value in all of them, or batch only models whose shared buffers are equal.",
             )
         return values[0]
     if len({v.shape for v in values}) > 1:

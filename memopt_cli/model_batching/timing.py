@@ -1,4 +1,4 @@
-"""Measuring the seconds of a step of each route, in turns."""
+"""Measuring the seconds of a step of each route, in alternation."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _first_steps(trials: Trials, inputs: TrialInputs) -> tuple[dict[RouteName, T
 def _median_seconds(
     steps: dict[RouteName, Timer], first_s: dict[RouteName, float], limit_s: float
 ) -> dict[RouteName, float]:
-    """Return the median seconds of ``steps``, taken in turns, so that the load of the machine is the same for all.
+    """Return the median seconds of ``steps``, taken in alternation, so that all run under the same load of the machine.
 
     ``first_s``: the seconds of the first steps, which warmed up; returned if one more round would take longer than
     ``limit_s``.

@@ -47,10 +47,10 @@ class OnlineAlgorithm(nn.Module):
         """
         super().__init__()
         if not isinstance(model, nn.Module):
-            raise UsageError(f"model is {type_in_words(model)}", hint="Give a torch.nn.Module of one time step.")
+            raise UsageError(f"model is {type_in_words(model)}", hint="Pass a torch.nn.Module of one time step.")
         check_mode(mode)
         if vjp_method not in ("single-step", "multi-step"):
-            raise UsageError(f"unknown vjp_method {vjp_method!r}", hint='Give "single-step" or "multi-step".')
+            raise UsageError(f"unknown vjp_method {vjp_method!r}", hint='Pass "single-step" or "multi-step".')
         self.model = model
         self.mode = environ.mode if mode is None else mode
         self.vjp_method = vjp_method
@@ -81,7 +81,7 @@ class OnlineAlgorithm(nn.Module):
         if structure.plain_parameters:
             warnings.warn(
                 f"states depend on {', '.join(structure.plain_parameters)}, which no trace follows: the gradient "
-                "leaves out the past. Replace such a parameter in a cell of yours with ElementWise, or freeze it.",
+                "leaves out the past. Replace such a parameter in your cell with ElementWise, or freeze it.",
                 stacklevel=2,
             )
         for use, groups in structure.groups.items():
@@ -91,7 +91,7 @@ class OnlineAlgorithm(nn.Module):
             if use in structure.doubled_uses and isinstance(trace, FactoredTrace):
                 raise MemoptError(
                     f"the output of {use.path} is read by a cell that has parameters or inputs of its own, and also "
-                    "outside of cells: a factored trace cannot separate the two gradients",
+                    "outside cells: a factored trace cannot separate the two gradients",
                     hint="Use D_RTRL, or give each reader its own weight.",
                 )
             self.traces.append(trace.to(example))
@@ -138,7 +138,7 @@ class OnlineAlgorithm(nn.Module):
         window = self.vjp_method == "multi-step"
         steps = list(zip(*inputs, strict=True)) if window else [inputs]
         if not steps:
-            raise MemoptError("the window has no steps", hint="Give inputs [steps, ...] of at least one time step.")
+            raise MemoptError("the window has no steps", hint="Pass inputs [steps, ...] of at least one time step.")
         self._sizes.check(steps[0])
         if self.traces:
             self._past.check(self._carried_tensors())
@@ -220,12 +220,12 @@ class ES_D_RTRL(OnlineAlgorithm):
         """
         super().__init__(model, mode=mode, vjp_method=vjp_method)
         if correction not in ("reference", "exact", "none"):
-            raise UsageError(f"unknown correction {correction!r}", hint='Give "reference", "exact" or "none".')
+            raise UsageError(f"unknown correction {correction!r}", hint='Pass "reference", "exact" or "none".')
         self.decay, self.rank = parse_decay_or_rank(decay_or_rank)
         if correction == "reference" and self.decay == 0:
             raise UsageError(
                 "a decay of 0 (rank 1) excludes the reference's correction, which would divide by 1 - 1^t = 0",
-                hint='Give correction="exact", or a rank of 2 or more.',
+                hint='Pass correction="exact", or a rank of 2 or more.',
             )
         self.correction = correction
         self._base = 1 - self.decay if correction == "reference" else self.decay
@@ -276,7 +276,7 @@ def parse_decay_or_rank(decay_or_rank: float | int) -> tuple[float, int]:
     if isinstance(decay_or_rank, float) and 0 < decay_or_rank < 1:
         return decay_or_rank, round(2 / (1 - decay_or_rank) - 1)
     raise UsageError(
-        f"invalid decay_or_rank {decay_or_rank!r}", hint="Give a decay above 0.0 and below 1.0, or a rank: 1, 2 …"
+        f"invalid decay_or_rank {decay_or_rank!r}", hint="Pass a decay above 0.0 and below 1.0, or a rank: 1, 2 …"
     )
 
 

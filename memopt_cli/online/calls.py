@@ -27,15 +27,15 @@ class SampleShapes:
         """Raise :class:`MemoptError` if ``inputs`` have other shapes, or the states another batch size."""
         if not inputs or not all(isinstance(x, Tensor) for x in inputs):
             types = [type(x).__name__ for x in inputs]
-            raise MemoptError(f"the inputs are not all tensors, but of types {types}", hint="Give one or more tensors.")
+            raise MemoptError(f"the inputs are not all tensors, but of types {types}", hint="Pass one or more tensors.")
         if self._has_batch and not all(x.dim() for x in inputs):
-            raise MemoptError("an input has no batch axis, and the mode is Batching()", hint="Give inputs [B, ...].")
+            raise MemoptError("an input has no batch axis, and the mode is Batching()", hint="Pass inputs [B, ...].")
         shapes = [self._sample_shape(x) for x in inputs]
         if self._input_shapes and shapes != self._input_shapes:
             batch = "[B, ...] with " if self._has_batch else ""
             raise MemoptError(
                 f"the inputs have shapes {shapes} per sample; the algorithm was compiled for {self._input_shapes}",
-                hint=f"Give inputs {batch}of those shapes, or make and compile an algorithm for the new ones.",
+                hint=f"Pass inputs {batch}of those shapes, or make and compile an algorithm for the new ones.",
             )
         self._check_states((inputs[0].shape[0],) if self._has_batch else ())
 

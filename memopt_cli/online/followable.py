@@ -19,7 +19,7 @@ def check_neuron_by_neuron(reach: Reach, out: CellOutput) -> None:
             raise MemoptError(
                 f"{name} reaches {out_name} through a weight without a tag, and also on a path without a weight",
                 hint="The past is not followed through a weight. Tag that weight with traced(), if it is a linear or "
-                "convolutional layer, or take the tags off the weights before it with untraced().",
+                "convolutional layer, or remove the tags of the weights before it with untraced().",
             )
         shape = tuple(reach.probe.leaves[source].shape[1:])
         raise MemoptError(

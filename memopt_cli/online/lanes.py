@@ -55,7 +55,7 @@ def vmap_new_states(axis_size: int, state_tag: str = "new") -> Callable[[Callabl
         If ``axis_size`` is not a whole number of at least 1.
     """
     if not is_size(axis_size, 1):
-        raise UsageError(f"axis_size is {axis_size!r}, not a batch size", hint="Give the batch size, at least 1.")
+        raise UsageError(f"axis_size is {axis_size!r}, not a batch size", hint="Pass the batch size, at least 1.")
 
     def decorate(initialize: Callable[[], object]) -> Callable[[], None]:
         def for_every_lane() -> None:
@@ -211,7 +211,7 @@ def _refuse_mixing_samples(function: type[Function], whole: Sequence[Any], batch
             ):
                 raise MemoptError(
                     f"{function.__name__}, an autograd.Function, does not treat a batch as it treats each sample",
-                    hint=f"Give it setup_context() and vmap(), or generate_vmap_rule = True. Or: {BATCHING_HINT}",
+                    hint=f"Define its setup_context() and vmap(), or generate_vmap_rule = True. Or: {BATCHING_HINT}",
                 )
     _separating_functions.add(function)
 

@@ -16,7 +16,7 @@ from memopt_cli.online.states import declare_state, environ, is_number
 from memopt_cli.runtime.private_torch import buffers_of, is_of_vmap
 
 _STATES_HINT = (
-    "Name every state that the cell takes and returns, in that order. For one named tuple of states, give a tuple of "
+    "Name every state that the cell takes and returns, in that order. For one named tuple of states, pass a tuple of "
     "that type with their shapes."
 )
 
@@ -105,13 +105,13 @@ class LIF(Neuron):
         """
         super().__init__()
         if not V_th > V_reset:
-            raise UsageError(f"V_th={V_th} is not above V_reset={V_reset}", hint="Give a threshold above the reset.")
+            raise UsageError(f"V_th={V_th} is not above V_reset={V_reset}", hint="Pass a threshold above the reset.")
         if spk_fun is not None and not callable(spk_fun):
             raise UsageError(
-                f"spk_fun is {spk_fun!r}, not a function", hint="Give a function of u: 1 where u is 0 or more, else 0."
+                f"spk_fun is {spk_fun!r}, not a function", hint="Pass a function of u: 1 where u is 0 or more, else 0."
             )
         if spk_reset not in ("soft", "hard"):
-            raise UsageError(f"unknown spk_reset {spk_reset!r}", hint='Give "soft" or "hard".')
+            raise UsageError(f"unknown spk_reset {spk_reset!r}", hint='Pass "soft" or "hard".')
         self.decay = compute_decay(tau)
         self.V_th, self.V_reset, self.V_rest = V_th, V_reset, V_rest
         self.spk_reset, self.spk_fun = spk_reset, spk_fun
@@ -142,7 +142,7 @@ def compute_decay(tau: float) -> float:
     """Return ``exp(-dt / tau)``, the share of a state that is left after one time step of ``environ.dt``."""
     if not (is_number(tau) and tau > 0):
         raise UsageError(
-            f"tau is {tau!r}, not a time constant", hint="Give a number above 0, in the unit of environ.dt."
+            f"tau is {tau!r}, not a time constant", hint="Pass a number above 0, in the unit of environ.dt."
         )
     return math.exp(-environ.dt / tau)
 
@@ -154,7 +154,7 @@ class DeltaProj(nn.Module):
         """Project by ``comm``, usually a tagged linear layer, to ``post``; the model itself must call ``post``."""
         super().__init__()
         if not isinstance(post, Neuron):
-            raise UsageError(f"post is {type_in_words(post)}", hint="Give neurons: LIF or another Neuron.")
+            raise UsageError(f"post is {type_in_words(post)}", hint="Pass neurons: LIF or another Neuron.")
         self.comm = comm
         self.post = post
 
@@ -211,9 +211,9 @@ class ExplicitState(nn.Module):
         self.tuple_type = None if isinstance(states, Mapping) else type(states)
         shapes = states if isinstance(states, Mapping) else _named_shapes(states)
         if not isinstance(cell, nn.Module):
-            raise UsageError(f"cell is {type_in_words(cell)}", hint="Give a torch.nn.Module.")
+            raise UsageError(f"cell is {type_in_words(cell)}", hint="Pass a torch.nn.Module.")
         if not shapes:
-            raise UsageError("no states are given", hint="Give the states that the cell takes: {name: shape}.")
+            raise UsageError("no states are given", hint="Pass the states that the cell takes: {name: shape}.")
         self.cell = cell
         self.names = tuple(shapes)
         for name, shape in shapes.items():
@@ -265,7 +265,7 @@ def _named_shapes(states: object) -> dict[str, int | Sequence[int]]:
     if not isinstance(states, tuple) or not hasattr(states, "_fields"):
         raise UsageError(
             f"states is {type_in_words(states)}, not a mapping or a named tuple",
-            hint="Give {name: shape}, or a named tuple of shapes.",
+            hint="Pass {name: shape}, or a named tuple of shapes.",
         )
     return dict(zip(states._fields, states, strict=True))
 

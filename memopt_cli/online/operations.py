@@ -206,7 +206,7 @@ def traced(module: M, kind: TraceKind = "adaptive") -> M:
         If no weight in ``module`` can carry a trace.
     """
     if kind not in ("full", "approx", "adaptive"):
-        raise UsageError(f"unknown kind {kind!r}", hint='Give "full", "approx" or "adaptive".')
+        raise UsageError(f"unknown kind {kind!r}", hint='Pass "full", "approx" or "adaptive".')
     layers = list(traceable_layers(module))
     if not layers:
         raise UsageError(

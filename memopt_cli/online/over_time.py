@@ -68,7 +68,7 @@ def _check_sequences(inputs: Sequence[object]) -> None:
     if len(lengths) != 1 or lengths == {0}:
         raise UsageError(
             f"inputs of shapes {shapes} are not sequences of the same number of steps",
-            hint="Give one or more tensors [T, B, ...] with the same T, at least 1.",
+            hint="Pass one or more tensors [T, B, ...] with the same T, at least 1.",
         )
 
 

@@ -158,14 +158,14 @@ def _check_weight(path: str, module: nn.Module) -> None:
     if isinstance(vars(module).get("weight"), Tensor):
         raise MemoptError(
             f"a hook computes the weight of {path} again before each call, so that no trace can refer to it",
-            hint="Use a parametrization (torch.nn.utils.parametrizations), or take the tag off with untraced().",
+            hint="Use a parametrization (torch.nn.utils.parametrizations), or remove the tag with untraced().",
         )
     first, second = make_operation(module), make_operation(module)
     for a, b in ((first.weight, second.weight), (first.bias, second.bias)):
         if a is not None and b is not None and a is not b and not torch.equal(a, b):
             raise MemoptError(
                 f"the weight of {path} is computed again at each read, and differs from the last value",
-                hint="Call eval() on the parametrization that computes it, or take the tag off with untraced().",
+                hint="Call eval() on the parametrization that computes it, or remove the tag with untraced().",
             )
 
 

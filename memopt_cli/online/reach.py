@@ -19,7 +19,9 @@ class Reach:
     def __init__(self, probe: Probe) -> None:
         self.probe, self.reads = probe, probe.reads
         self.cell_outputs = [part for part in self.reads if isinstance(part, CellOutput)]
+        """All outputs of cells."""
         self.uses = [part for part in self.reads if isinstance(part, ModuleUse)]
+        """All uses of tagged weights."""
         self.sources: dict[CellOutput, set[Source]] = {}
         """Output of a cell -> the uses and states that it was computed from, through other cells as well."""
         for out in self.cell_outputs:
@@ -37,8 +39,11 @@ class Reach:
         self.followed_states: set[PastState] = set().union(*self.reached.values())
         needed = self._needed_outputs()
         self.cells = {out.cell for out in needed if self.carries(out)}
+        """Cells with an output that depends on traced weights neuron by neuron."""
         self.followed_outputs = {out for out in needed if out.cell in self.cells}
+        """Outputs of these cells that are followed."""
         self.traced = {use.path for use in self.reached}
+        """Paths of the traced weights' modules."""
         untraced = {use for use in self.uses if use.path not in self.traced}
         self.skipped: set[Source] = set[Source](untraced).union(self.cell_outputs) - self.followed_outputs
         """Parts that are not followed: a reader of such a part counts as a reader of all its parts."""
@@ -117,7 +122,7 @@ class Reach:
         return has_parameters, seen - self.skipped
 
     def is_connected(self, use: ModuleUse) -> bool:
-        """Return whether ``use`` is also read outside of the cells that are tied to it.
+        """Return whether ``use`` is also read outside the cells that are tied to it.
 
         Other readers are the model's output, weights, and outputs of cells that are not followed.
         """
@@ -127,7 +132,7 @@ class Reach:
         )
 
     def is_exposed(self, past_state: PastState) -> bool:
-        """Return whether ``past_state`` is read outside of its own cell, or overwritten before the cell is called.
+        """Return whether ``past_state`` is read outside its own cell, or overwritten before the cell is called.
 
         Other readers are the model's output, by a path around all followed cells, and other cells, neuron by neuron.
         """

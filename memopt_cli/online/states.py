@@ -37,7 +37,7 @@ class Batching:
 def check_mode(mode: object) -> None:
     """Raise :class:`UsageError` unless ``mode`` is ``Batching()`` or ``None``."""
     if mode is not None and not isinstance(mode, Batching):
-        raise UsageError(f"mode is {mode!r}, not Batching()", hint="Give Batching(), or None for one sample at a time.")
+        raise UsageError(f"mode is {mode!r}, not Batching()", hint="Pass Batching(), or None for one sample at a time.")
 
 
 def is_number(value: object) -> bool:
@@ -65,7 +65,7 @@ class Environment:
             if name not in ("mode", "dt"):
                 raise UsageError(f"environ has no setting {name!r}", hint="Set mode or dt.")
             if name == "dt" and not (is_number(value) and 0 < value < math.inf):
-                raise UsageError(f"dt is {value!r}, not the length of a time step", hint="Give a number above 0.")
+                raise UsageError(f"dt is {value!r}, not the length of a time step", hint="Pass a number above 0.")
             if name == "mode":
                 check_mode(value)
         vars(self).update(settings)
@@ -92,7 +92,7 @@ class State:
 
     @property
     def tag(self) -> str | None:
-        """Tag of the ``vmap_new_states`` that made the value; ``None`` for a value made outside of it."""
+        """Tag of the ``vmap_new_states`` that made the value; ``None`` for a value made outside it."""
         return self._declaration[2]
 
     @property
@@ -153,13 +153,13 @@ def declare_state(
     """
     sizes = tuple(shape) if isinstance(shape, Sequence) and not isinstance(shape, str) else (shape,)
     if not all(is_size(size, 0) for size in sizes):
-        raise UsageError(f"state {name!r}: {sizes} is not a shape", hint="Give the sizes of one sample, none negative.")
+        raise UsageError(f"state {name!r}: {sizes} is not a shape", hint="Pass the sizes of one sample, none negative.")
     example = next(module.parameters(), torch.empty(0))
     try:
         module.register_buffer(name, example.detach().new_empty(0), persistent=False)
     except (KeyError, TypeError) as err:
         raise UsageError(
-            f"{name!r} cannot be a state of {type(module).__name__}: {err.args[0]}", hint="Give it a different name."
+            f"{name!r} cannot be a state of {type(module).__name__}: {err.args[0]}", hint="Rename it."
         ) from err
     module.__dict__.setdefault(_DECLARED, {})[name] = (sizes, initializer, None)
     State(module, name).initialize()

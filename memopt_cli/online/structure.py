@@ -57,11 +57,11 @@ class Structure:
     constant_uses: frozenset[ModuleUse]
     """Uses whose input was computed only from the last step's states and the model's inputs."""
     connected_uses: frozenset[ModuleUse]
-    """Uses with an output that is also read outside of the cells tied to it."""
+    """Uses with an output that is also read outside the cells tied to it."""
     doubled_uses: frozenset[ModuleUse]
     """Connected uses that a cell also reads through an attached output (see :attr:`attached_outputs`)."""
     exposed_states: frozenset[PastState]
-    """States of the last step that are also read outside of their own cell."""
+    """States of the last step that are also read outside their own cell."""
     attached_outputs: frozenset[CellOutput]
     """Outputs of cells that depend on more than their edges, such as on a time constant, and keep their graph."""
     source_states: dict[CellOutput, frozenset[int]]

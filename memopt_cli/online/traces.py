@@ -221,7 +221,7 @@ class Trace(nn.Module):
         return live.y
 
     def attached(self, z: Tensor | None, batch: int) -> Tensor:
-        """Return ``y`` in the graph of the weight, for parts of the model outside of cells that read it."""
+        """Return ``y`` in the graph of the weight, for parts of the model outside cells that read it."""
         return self.operation.apply(z, batch, self.operation.weight, self.operation.bias)
 
     def set_scale(self, scale: float | Tensor) -> None:

@@ -134,5 +134,5 @@ class CompiledStep:
 
 def _require_steps(steps: int) -> int:
     if not steps:
-        raise MemoptError("the sequence has no steps", hint="Give inputs of at least one time step.")
+        raise MemoptError("the sequence has no steps", hint="Pass inputs of at least one time step.")
     return steps

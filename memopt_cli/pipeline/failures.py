@@ -9,7 +9,7 @@ from memopt_cli.records import Crashed, Failure, OutOfMemory, StepFailed, TimedO
 
 Answer = TypeVar("Answer")
 
-SMALLER_INPUTS_HINT: Final = "Give smaller inputs (`--dim B=1` where the shape says B), or a machine with more memory."
+SMALLER_INPUTS_HINT: Final = "Use smaller inputs (`--dim B=1`, if the shape has a B), or a machine with more memory."
 
 
 def require_answer(answer: Answer | Failure, context: str = "") -> Answer:
@@ -28,7 +28,7 @@ def raise_failure(failure: Failure, context: str = "") -> NoReturn:
     if isinstance(failure, StepFailed):
         raise ERRORS[failure.error](context + failure.message, hint=failure.hint)
     hints: dict[type[Failure], str] = {
-        TimedOut: "Raise `--timeout`, or give smaller inputs.",
+        TimedOut: "Raise `--timeout`, or use smaller inputs.",
         OutOfMemory: SMALLER_INPUTS_HINT,
         Crashed: "If you trust the model, take one training step of it in plain Python: it should fail in the same "
         "way, and show where.",

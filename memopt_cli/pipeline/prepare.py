@@ -45,12 +45,12 @@ from memopt_cli.records import (
 )
 from memopt_cli.records.progress import Ask, Progress
 
-TAKEN_OFF_NOTE = "The file carries a plan already; it was taken off first."
+TAKEN_OFF_NOTE = "The file carries a plan already; it was removed first."
 NAME_BUILDER_HINT = "Name what builds the model: package.module:callable, or file.py:function."
 LEFT_OUT_NOTE = "The model carries a plan already; it is left out here."
 """Note on an answer that changes no model and leaves the model's present plan aside."""
 _COMPILER_BACKENDS: Final = ("inductor",)
-"""Backends of ``torch.compile`` that run a compiler of their own, for the CPU as for a GPU."""
+"""Backends of ``torch.compile`` that run their own compiler, for the CPU as for a GPU."""
 _MAX_LIBRARIES: Final = 50
 """Maximum number of libraries that a subprocess may ask to import: a hostile model could name very many."""
 _READERS: Final = {"torchscript": "torch.jit.load", "exported": "torch.export.load", "pretrained": "from_pretrained"}
@@ -299,7 +299,7 @@ def _refuse_settings(settings: StepSettings, location: str) -> None:
         if name not in harmless:
             also = ", or `--global-batch`," if name == "micro_batches" else ""
             raise UsageError(
-                f"`{SETTING_FLAGS[name]}`{also} sets how a step is run, but {location} makes a step of its own",
+                f"`{SETTING_FLAGS[name]}`{also} sets how a step is run, but {location} makes its own step",
                 hint=f"Remove `{SETTING_FLAGS[name]}`, or set this in the step itself.",
             )
 

@@ -209,9 +209,9 @@ class PlanChange:
     added: tuple[str, ...] = ()
     changed: tuple[str, ...] = ()
     packing: Literal["same", "dropped", "added"] = "same"
-    """Change of packing outside of segments."""
+    """Change of packing outside segments."""
     sending: Literal["same", "dropped", "added"] = "same"
-    """Change of sending tensors that are saved outside of segments to another place."""
+    """Change of sending tensors that are saved outside segments to another place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

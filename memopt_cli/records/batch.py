@@ -319,8 +319,8 @@ class BatchRequest(StepRequest):
     def _check_ranks(self) -> None:
         if self.card is None and isinstance(self.memory, float):
             raise OptionError(
-                "the memory of a rank's device is not known",
-                hint="Give bytes, `--memory 80GiB`, or a card, `--for h100-80gb`.",
+                "memopt cannot tell the memory of a rank's device",
+                hint="Use a size, `--memory 80GiB`, or a card, `--for h100-80gb`.",
             )
         excluded = {
             "`--global-batch`": self.global_batch,
@@ -410,7 +410,7 @@ class BatchRecommendation:
     call: ModelCall = ModelCall()
     """Call of the model and place of its loss, for the loop to paste."""
     plan: str = ""
-    """Path of the plan's file; empty if no plan was asked for, or the model's file carries it."""
+    """Path of the plan's file; empty if no plan was requested, or the model's file carries it."""
     card: str = ""
     """Name of the device for which the batch is an estimate, since this machine lacks it; empty for the device here."""
     backend: str = ""

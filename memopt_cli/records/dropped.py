@@ -80,7 +80,7 @@ class LeftOut:
     """A part that was left out of a plan because it makes the step differ from the original."""
 
     segment: str | None
-    """Path of the module that was a segment; ``None`` for packing outside of segments."""
+    """Path of the module that was a segment; ``None`` for packing outside segments."""
     difference: str
     """Text of the difference from the original that the part causes."""
 
@@ -88,7 +88,7 @@ class LeftOut:
     def sentence(self) -> str:
         """Sentence on which part was left out, and why."""
         if self.segment is None:
-            return f"Tensors saved outside of segments are not packed: with packing, {self.difference}."
+            return f"Tensors saved outside segments are not packed: with packing, {self.difference}."
         return f"{quote_module(self.segment)} is not a segment: as a segment, {self.difference}."
 
 
@@ -109,8 +109,8 @@ class Differs:
         paths = [quote_module(part.segment) for part in self.left_out if part.segment is not None]
         module = paths[0] if paths else "a module"
         return (
-            f"If {module} reads or changes state outside of modules (a file, a C extension), keep the state in an "
-            "attribute of a module, or name other modules with `--target`. Otherwise please report the difference."
+            f"If {module} uses state that memopt cannot see (a file, a C extension), keep the state in an attribute of "
+            "a module, or leave the module out with `--target`. Otherwise please report the difference as a bug."
         )
 
 

@@ -66,7 +66,7 @@ class OutOfMemoryText:
     is_of_loading: bool = False
     """Whether memory ran out where a DataLoader's workers load data, rather than in the step."""
     line: str = ""
-    """Innermost line of the traceback outside of libraries, ``train.py:31``; empty if there is none."""
+    """Innermost line of the traceback outside libraries, ``train.py:31``; empty if there is none."""
 
     @property
     def available_bytes(self) -> int:

@@ -15,7 +15,7 @@ class StoredTensor:
     name: str
     """Path in the model, as in ``named_parameters``; the key in a state dict."""
     kind: TensorKind
-    """Kind of tensor: ``attribute`` for one that a module holds unregistered, ``tensor`` for one outside of modules."""
+    """Kind of tensor: ``attribute`` for one that a module holds unregistered, ``tensor`` for one outside modules."""
     shape: tuple[int | str, ...]
     """Sizes; a string is a dimension that may vary."""
     dtype: str

@@ -111,7 +111,7 @@ class StepPeaks:
     operators: int = 0
     """Operators that ran."""
     data_ranks: int = 1
-    """Ranks that have samples of their own; 1 for one device."""
+    """Ranks that have their own samples; 1 for one device."""
     elsewhere_bytes: int = 0
     """Largest number of bytes that the plan lets wait in host memory or on the disk.  No peak counts them."""
 
@@ -143,7 +143,7 @@ class Measurement:
     phases: tuple[PhasePeak, ...] = ()
     """Phases of the step, in order; empty in files of older versions of memopt."""
     slowdown_error: float = 0.0
-    """Amount that the slowdown may be larger or smaller by; 0 if the step was not timed in turns with the
+    """Amount that the slowdown may be larger or smaller by; 0 if the step was not timed alternating with the
     original."""
     waited: float = 0.0
     """Share of the time of the timed steps that they waited for a processor, because the machine was busy."""
@@ -258,12 +258,12 @@ def describe(failure: Failure) -> str:
     """Explain in one sentence why there is no measurement."""
     match failure:
         case OutOfMemory(needed_bytes=needed, free_bytes=free) if needed:
-            return f"not run here: it needs {format_bytes(needed)}, and {format_bytes(free)} is free"
+            return f"not run: it needs {format_bytes(needed)}, and only {format_bytes(free)} is free"
         case OutOfMemory(detail=detail):
             return f"out of memory ({detail})" if detail else "out of memory"
         case TimedOut(limit_s=limit_s):
             return f"the step ran past its time limit of {limit_s:g} s"
         case Crashed(reason=reason):
-            return f"the profiling subprocess was lost: {reason}"
+            return f"the profiling subprocess died: {reason}"
         case StepFailed(message=message):
             return message

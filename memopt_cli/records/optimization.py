@@ -130,7 +130,7 @@ class OptimizeRequest(StepRequest):
             )
         if self.dim_range is not None:
             raise OptionError(
-                f"a range of {self.dim_range.symbol} is compiled again at every size", hint="Give `--dim` one size."
+                f"a range of {self.dim_range.symbol} is compiled again at every size", hint="Use one size for `--dim`."
             )
         if self.confirm_batch:
             raise OptionError(
@@ -147,7 +147,9 @@ class OptimizeRequest(StepRequest):
         }
         flag = next((flag for flag, is_wanted in not_at_all_sizes.items() if is_wanted), None)
         if flag is not None:
-            raise OptionError(f"{flag} cannot be combined with a range of `--dim`", hint="Give the dimension one size.")
+            raise OptionError(
+                f"{flag} cannot be combined with a range of `--dim`", hint="Use one size for the dimension."
+            )
         if goal.budget is None:
             raise OptionError(
                 f"a range of {varied.symbol} needs a budget that the plans meet at all its sizes",
@@ -156,7 +158,7 @@ class OptimizeRequest(StepRequest):
         if self.unverified:
             raise OptionError(
                 "`--unverified` is for one step, but a plan by length is verified at every range",
-                hint="Give `--dim` one size.",
+                hint="Use one size for `--dim`.",
             )
 
     def _check_without_runs(self) -> None:

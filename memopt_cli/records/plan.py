@@ -29,9 +29,7 @@ MAX_NORMS = 2
 and in backward."""
 BUDGETED: Final = ("inductor", "aot_eager", "aot_eager_decomp_partition")
 """Backends of ``torch.compile`` that respect ``activation_memory_budget``: PyTorch's partitioner reads it."""
-_RANGES_HINT = (
-    "Write for example by: {dim: S, argument: input_ids, axis: 1} and ranges: [{up_to: 512}, {up_to: 2048, …}]."
-)
+_RANGES_HINT = "For example: by: {dim: S, argument: input_ids, axis: 1} and ranges: [{up_to: 512}, {up_to: 2048, …}]."
 
 
 class _ShortRepr:
@@ -50,7 +48,7 @@ class ChunkRule(_ShortRepr):
     """How to cut the inputs of a module into chunks, so that running them one by one computes the same as the whole."""
 
     axis: int = 0
-    """Dimension of inputs and outputs along which the chunks are cut."""
+    """Dimension along which the first ``seq_inputs`` inputs are cut, and the first ``seq_outputs`` outputs joined."""
     seq_inputs: int = 1
     """Number of leading positional arguments that are cut; later arguments are states, or passed whole."""
     seq_outputs: int = 1
@@ -58,8 +56,8 @@ class ChunkRule(_ShortRepr):
     batch_statistics: bool = False
     """Whether passes over the chunks first gather, for each batch norm inside, the statistics of the whole batch."""
     inexact: bool = False
-    """Whether batch norms inside normalize by the statistics of each chunk, which changes the result and must be asked
-    for."""
+    """Whether batch norms inside normalize by the statistics of each chunk, which changes the result and is done only
+    on request."""
 
     def applied(self, segment: SegmentPlan, chunks: int) -> SegmentPlan:
         """Return ``segment`` in ``chunks`` chunks, cut by this rule."""
@@ -90,7 +88,7 @@ class SegmentPlan(ChunkRule):
     """Whether each chunk of a linear layer runs on through the following cross-entropy to its gradients, so that
     neither the whole output nor its gradient ever exists."""
     recompute_states: bool = False
-    """Whether states that one chunk hands to the next in attributes are recomputed instead of held."""
+    """Whether states that one chunk passes to the next in attributes are recomputed instead of held."""
     compared: str = field(default="", compare=False)
     """Chunks that ``optimize`` compared with the whole, such as ``2 along axis 0 of 16x64x64``; empty if it did not."""
 
@@ -118,16 +116,18 @@ class InputDimension:
         arguments = self.argument if isinstance(self.argument, tuple) else (self.argument,)
         for argument in arguments:
             if isinstance(argument, int) and argument < 0:
-                raise UsageError(f"the argument {argument} is not a position", hint="Positions count from 0.")
+                raise UsageError(
+                    f"argument: {argument} is negative", hint="Use a position from 0, or the argument's name."
+                )
         if isinstance(self.argument, tuple) and (
             not isinstance(self.axis, tuple) or not 0 < len(arguments) == len(self.axis)
         ):
             raise UsageError(
-                "several arguments need as many axes",
-                hint="Write for example argument: [source, target], axis: [1, 1].",
+                "by: a list of arguments needs a list of as many axes",
+                hint="For example: argument: [source, target], axis: [1, 1].",
             )
         if not self.dim.strip():
-            raise UsageError("the dimension has no symbol", hint="Write for example dim: S.")
+            raise UsageError("the dimension has no symbol", hint="For example: dim: S.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -153,7 +153,7 @@ class PlanRange(_ShortRepr):
 class CompilePlan(_ShortRepr):
     """The settings of ``torch.compile`` for the model as a whole.
 
-    Raises :class:`UsageError` for a memory budget outside of 0 to 1, or that the backend does not read, and for a mode
+    Raises :class:`UsageError` for a memory budget outside 0 to 1, or that the backend does not read, and for a mode
     of any backend but inductor.
     """
 
@@ -192,9 +192,9 @@ class Plan(_ShortRepr):
     segments: tuple[SegmentPlan, ...] = ()
     """Segments in the order of first call."""
     packed: bool = False
-    """Whether tensors saved for backward outside of segments are packed where that is lossless."""
+    """Whether tensors saved for backward outside segments are packed where that is lossless."""
     place: PlaceName = "device"
-    """Place where tensors saved for backward outside of segments wait, packed if :attr:`packed`."""
+    """Place where tensors saved for backward outside segments wait, packed if :attr:`packed`."""
     in_backward: bool = False
     """Whether the optimizer updates each parameter, and frees its gradient, as soon as the gradient is complete."""
     by: InputDimension | None = None
@@ -206,10 +206,8 @@ class Plan(_ShortRepr):
 
     def __post_init__(self) -> None:
         if (self.by is None) != (not self.ranges):
-            raise UsageError(
-                "a plan has by without ranges, or ranges without by: by names the dimension that the ranges divide",
-                hint=_RANGES_HINT,
-            )
+            fault = "ranges, but no 'by', the dimension that they divide" if self.ranges else "'by', but no ranges"
+            raise UsageError(f"the plan has {fault}", hint=_RANGES_HINT)
         if self.ranges and (self.segments or self.packed or self.place != "device"):
             raise UsageError(
                 "a plan has ranges, and in addition segments, packed or place for inputs of any size",
@@ -265,7 +263,7 @@ class Plan(_ShortRepr):
 
     @property
     def packs(self) -> bool:
-        """Whether anything is packed outside of segments, in any range."""
+        """Whether anything is packed outside segments, in any range."""
         return self.packed or any(part.packed for part in self.ranges)
 
     @property

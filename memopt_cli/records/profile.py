@@ -19,7 +19,7 @@ from memopt_cli.records.trace import Phase, StepTrace
 SEGMENT = "a segment"
 """Name of a segment that keeps a tensor for backward, in place of autograd."""
 PACKING = "packing"
-"""Name of the packing of a tensor outside of segments, in place of autograd."""
+"""Name of the packing of a tensor outside segments, in place of autograd."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +124,7 @@ class SavedTensor:
     """Path of the module of the first operator that saved the storage."""
     op: str
     """First operator that saved the storage; or :data:`SEGMENT` or :data:`PACKING` if that part of a plan keeps it.
-    Under a plan that packs, for a storage that is not packed: the last operator of forward that reads it."""
+    Under a plan that packs, for a storage that is not packed: the last forward operator that reads it."""
     savers: int
     """Number of operators or segments that keep the storage."""
     compressor: CompressorName

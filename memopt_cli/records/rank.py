@@ -34,7 +34,7 @@ class RankPrediction:
     collectives: tuple[Collective, ...]
     """Collectives of a step by kind, those that exchange most first."""
     data_ranks: int = 1
-    """Ranks that have samples of their own: those over which a gradient is reduced."""
+    """Ranks that have their own samples: those over which a gradient is reduced."""
 
     @property
     def exchanged_bytes(self) -> int:
@@ -162,7 +162,7 @@ class RankMeasurement:
     collectives: tuple[Collective, ...]
     """Collectives of a step by kind, those that exchange most first."""
     data_ranks: int
-    """Ranks that have samples of their own."""
+    """Ranks that have their own samples."""
     step_times_s: tuple[float, ...]
     """Wall time of each timed step, which all ranks begin together."""
     backend: str

@@ -43,7 +43,7 @@ class SearchOptions:
     max_split_rounds: int | None = None
     """Maximum number of segments with others in them, and of multiplications of chunks; ``None`` if unlimited."""
     max_candidates_per_round: int | None = None
-    """Maximum number of modules asked for chunks, and of changes of a plan tried, in a round; ``None`` if unlimited."""
+    """Maximum number of modules tried in chunks, and of changes of a plan tried, in a round; ``None`` if unlimited."""
     warmup_in_main_process: bool = True
     """Whether the process that goes on to train the model takes one step of the optimized model first."""
     warmup_in_profile_workers: bool = True

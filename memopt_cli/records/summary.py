@@ -78,7 +78,7 @@ class ParetoPoint:
     """Step time divided by the original's, according to the cost model; ``None`` for a plan that compiles the model."""
     outcome: Measurement | Failure
     original_step_s: float | None = None
-    """Step time of the original as timed in turns with this plan; ``None`` if it does not run."""
+    """Step time of the original as timed alternating with this plan; ``None`` if it does not run."""
 
     @property
     def slowdown(self) -> float | None:
@@ -233,7 +233,7 @@ class MemOptSummary:
     plan: Plan | None = None
     verification: Verification | None = None
     advice: BatchAdvice | BatchEstimate | None = None
-    """Batch that fits, by runs or only by dry runs; ``None`` if no search was asked for, or a note gives the reason."""
+    """Batch that fits, by runs or only by dry runs; ``None`` if no search was requested, or a note gives the reason."""
     model_format: str = ""
     spent_s: float = 0.0
     """Wall time of the whole optimization."""

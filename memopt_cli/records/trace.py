@@ -51,7 +51,7 @@ class ModuleTrace:
     spatial_split: bool = False
     """Whether the class defines ``__spatial_split__``."""
     state_bytes: int = 0
-    """Bytes of tensors, except vectors, that the first call left in attributes: state that chunks would hand on."""
+    """Bytes of tensors, except vectors, that the first call left in attributes: state that chunks would pass on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

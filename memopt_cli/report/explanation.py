@@ -50,7 +50,7 @@ def _outcome(explanation: Explanation) -> str:
     has_failed = explanation.asked_bytes or explanation.event
     if has_failed and not explanation.limit_bytes:
         step = "" if explanation.header is None else f". This step needs about {needed}"
-        how = "add `--memory 16GiB`, or give the `--log` that explain_oom wrote"
+        how = "add `--memory 16GiB`, or use the `--log` that explain_oom wrote"
         return f"memory ran out, and the error does not say how much there was: {how}{step}"
     if explanation.header is None:
         return f"in use: {needed} of {available}"

@@ -30,17 +30,24 @@ def gain(training: FastestTraining) -> str:
     speed = training.answer.samples_per_s or 0.0
     if training.original is None:
         return f"{rate(speed)} samples/s; without a plan no batch fits"
-    original = training.runs[training.original]
     if training.original == training.chosen:
-        others = any(not run.plan.is_empty for run in training.runs)
-        verdict = "no plan that was run is faster" if others else "no plan is predicted to be faster"
-        if training.dropped:
-            verdict = f"with a plan it is faster, but {training.dropped[0].why.because}"
-        whole = training.accumulation is not None and training.accumulation.steps == 1
-        untried = f"no plan was tried{', as no batch may be larger than the global one' if whole else ''}"
-        return f"{rate(speed)} samples/s; {verdict if training.priced else untried}"
+        return f"{rate(speed)} samples/s; {_why_no_plan(training)}"
+    original = training.runs[training.original]
     ratio = speed / (original.samples_per_s or speed)
     return f"{rate(speed)} samples/s, {ratio:.2f} times the original at its best batch, {original.batch}"
+
+
+def _why_no_plan(training: FastestTraining) -> str:
+    """Return the reason why the answer of ``training`` has no plan."""
+    if not training.priced and training.accumulation is not None and training.accumulation.steps == 1:
+        return "no plan was tried, as no batch may be larger than the global one"
+    if not training.priced:
+        return "no plan was tried"
+    if training.dropped:
+        return f"with a plan it is faster, but {training.dropped[0].why.because}"
+    if any(not run.plan.is_empty for run in training.runs):
+        return "no plan that was run is faster"
+    return "no plan is predicted to be faster"
 
 
 RUN_HEADINGS = ("batch", "plan", "peak", "step", "samples/s", "")

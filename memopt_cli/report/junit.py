@@ -2,7 +2,7 @@
 
 There are two common schemas, of Ant and of Jenkins; only elements and attributes allowed by both are written.  The
 first test case has the seconds that the command took: all cases judge the same measurement.  Unprintable characters,
-and characters outside of XML, are escaped.
+and characters outside XML, are escaped.
 """
 
 from __future__ import annotations

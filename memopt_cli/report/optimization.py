@@ -77,13 +77,13 @@ def own_checkpoints_remark(summary: MemOptSummary) -> Iterator[str]:
 
 
 def _equality_in_words(verification: Verification | None) -> str:
-    """Return ``same bits in 83 tensors`` or the like, with the sizes if they are not those asked for."""
+    """Return ``same bits in 83 tensors`` or the like, with the sizes if they are not the requested ones."""
     if verification is None:
         return "not verified"
     measured = verification.measured
     compared = max(verification.compared, measured.compared if measured is not None else 0)
     is_full_size = verification.full_size or measured is not None
-    at = "" if is_full_size else f" at {verification.sizes}, not the size that was asked for"
+    at = "" if is_full_size else f" at {verification.sizes}, not the requested size"
     equality = "same bits"
     if not verification.is_bit_exact:
         equality = "same within rounding"
@@ -457,8 +457,8 @@ def remarks(summary: MemOptSummary) -> Iterator[str]:
     yield from _parts_left_out(summary)
     if summary.is_applied and any(s.compressor == "sparse" for s in (summary.plan or Plan()).everywhere):
         yield (
-            "the peak depends on the data: segments packed as sparse take more memory where more values are not zero; "
-            "leave some room, or measure with your own data (`--input-data`)"
+            "the peak depends on the data: inputs packed as sparse take more memory when fewer values are zero; "
+            "leave a margin, or measure with your own data (`--input-data`)"
         )
     if summary.offers_choice:  # else their table contains it
         yield from (f"not shown: {in_words(row.plan)}: {row.dropped}" for row in summary.compiled if row.dropped)
@@ -533,7 +533,7 @@ def _parts_left_out(summary: MemOptSummary) -> Iterator[str]:
 
 def _applied_plan_lines(summary: MemOptSummary) -> Iterator[str]:
     applied = f"level {summary.applied_level}" if summary.is_applied else "no plan"
-    asked = f"; {summary.requested_level} was asked for" if summary.applied_level != summary.requested_level else ""
+    asked = f"; {summary.requested_level} was requested" if summary.applied_level != summary.requested_level else ""
     yield f"* {applied} is applied{asked}"
     yield from _range_lines(summary)
     for row in summary.levels:
@@ -591,7 +591,7 @@ def _rough_times(summary: MemOptSummary) -> Iterator[str]:
     original_steps_s = [point.original_step_s for point in summary.frontier if point.original_step_s]
     if original_steps_s and max(original_steps_s) > (1 + _ROUGH) * min(original_steps_s):
         yield (
-            "each ratio is to the original's step as it was timed in turns with the plan: "
+            "each ratio is to the original's step as it was timed alternating with the plan: "
             f"{format_seconds(min(original_steps_s))} to {format_seconds(max(original_steps_s))}"
         )
 
@@ -604,7 +604,7 @@ def _of_one_size(summary: MemOptSummary) -> Iterator[str]:
     segments = summary.plan.segments if summary.plan is not None else ()
     shapes = [segment.compared.rpartition(" ")[2].split("x") for segment in segments]
     if any(len(shape) >= _IMAGE_DIMENSIONS for shape in shapes):
-        advice = "name them in `-i` and give a range and a budget, as in `--dim S=32:64 --budget 60%`"
+        advice = "name them in `-i`, with a range and a budget, as in `--dim S=32:64 --budget 60%`"
         remedy = "" if summary.model_format == STEP else f"; if your sizes vary, {advice}, for a plan by size"
         yield (
             "the chunks were measured at this size of the inputs only: at others, even smaller ones, they may run "
@@ -633,7 +633,7 @@ def verification_line(verification: Verification) -> str:
     """Return a sentence on ``verification``: whether it passed, at what tolerance and sizes, and what was left out."""
     where = verification.sizes
     if not verification.full_size and verification.measured is None:
-        where += ", not the size that was asked for"
+        where += ", not the requested size"
     tolerance = "bit for bit"
     if not verification.exact:
         tolerance = f"within {verification.tolerance:.0e}{_precision(verification)}"
@@ -674,13 +674,16 @@ def inexact(verification: Verification) -> Iterator[str]:
         coarse = "parameters are bfloat16, whose rounding is about 1%, and " if verification.in_bfloat16 else ""
         yield (
             f"as measured, a tensor differs by {verification.rounding:.1%} of its norm: {coarse}rounding in chunks "
-            f"tips choices, such as a spike or a ReLU's sign, and {_DRIFT_REASON}"
+            f"can flip a spike or the sign of a ReLU's input, so {_DRIFT_REASON}"
         )
     elif verification.passed and not verification.is_bit_exact:
-        yield f"over many steps rounding adds up and may tip choices, such as a spike or a ReLU's sign: {_DRIFT_REASON}"
+        yield f"over many steps rounding adds up and can flip a spike or the sign of a ReLU's input: {_DRIFT_REASON}"
     if verification.inexact:
         names = ", ".join(verification.inexact)
-        yield f"NOT exact, as allowed: every chunk uses its own batch statistics in {names} (verified with fixed ones)"
+        yield (
+            "results differ, as `--allow-inexact` permits: batch norms use each chunk's own statistics in "
+            f"{names} (verified with fixed statistics)"
+        )
 
 
 def _precision(verification: Verification) -> str:
@@ -693,10 +696,11 @@ def _batch(advice: BatchAdvice | BatchEstimate) -> str:
         peak = format_bytes(advice.predicted_peak_bytes)
         room = format_bytes(advice.budget_bytes) + bare
         if not advice.is_limited_by_memory:
-            return f"batch: about {advice.batch} predicted to fit into {room}; `--recommend-batch` finds one by runs"
+            return f"batch: about {advice.batch} should fit into {room} (predicted); `--recommend-batch` measures it"
         if advice.is_measured:
             return f"batch: {advice.batch} fits (measured), {peak} of {room}; no larger one is predicted to"
-        return f"batch: up to about {advice.batch} predicted to fit, {peak} of {room}; `--recommend-batch` runs it"
+        about = f"batch: up to about {advice.batch} should fit, {peak} of {room}"
+        return f"{about} (predicted); `--recommend-batch` measures it"
     budget = f"{format_bytes(advice.budget_bytes)} of the {format_bytes(advice.device_bytes)} here"
     return f"batch: {advice.recommended_batch} was run and fits {budget}{bare}; limited by {advice.limited_by}"
 

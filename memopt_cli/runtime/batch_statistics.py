@@ -21,7 +21,7 @@ norms, where ``h`` and ``k`` are their inputs in one chunk:
 Backward of pass 3 ends at the links of all chunks and at the statistics of ``k``.  Backward of pass 2 starts
 from the gradients that reached ``k`` through the link and through the statistics, added up, and ends at ``h`` in the
 same way, where backward of pass 1 begins.
-So every operator of forward is differentiated once.  If the operator before the norm is costly (a convolution, a linear
+So every forward operator is differentiated once.  If the operator before the norm is costly (a convolution, a linear
 layer), pass 2 takes its output from pass 1, and runs it only when backward recomputes pass 2.  The price: the gradients
 of ``h`` of all chunks exist at the same time.  If they would take more memory than the gradients of ``x``, pass 2 is
 not linked, and its own backward goes all the way to ``x``.
@@ -112,7 +112,7 @@ class ReachedNorm:
     """The index, among forward's calls of costly operators, of the call that made the norm's input; ``None`` if the
     next pass must run that call again, since its operator is cheap, or its output may have been modified."""
     values: Tensor | None
-    """The norm's input, handed to the next pass once; ``None`` if that pass must recompute it."""
+    """The norm's input, passed to the next pass once; ``None`` if that pass must recompute it."""
     running_statistics: tuple[Tensor, ...]
     """The running statistics that the norm updates."""
 
@@ -182,9 +182,9 @@ class BatchStatistics:
             yield self._chunk_forward(breaks_off, index)
 
     def merge(self, reached: Sequence[ReachedNorm]) -> None:
-        """Merge the statistics of the norm that every chunk has ``reached``, and put the module's state back.
+        """Merge the statistics of the norm that every chunk has ``reached``, and restore the module's state.
 
-        Raises :class:`NotGatheredError`, or :class:`RuntimeError` if the state cannot be put back.
+        Raises :class:`NotGatheredError`, or :class:`RuntimeError` if the state cannot be restored.
         """
         if self._start.has_used_random():
             raise NotGatheredError("uses random numbers before a batch norm, which differ between chunks and the whole")
@@ -196,7 +196,7 @@ class BatchStatistics:
     def undo(self) -> Callable[[], None]:
         """A function that puts the state of the module and of the random generators back, as before the first pass.
 
-        It holds no results of passes.  It raises :class:`RuntimeError` if the state cannot be put back.
+        It holds no results of passes.  It raises :class:`RuntimeError` if the state cannot be restored.
         """
         return self._start.restore
 
@@ -293,7 +293,7 @@ class _Norms(TorchFunctionMode):
         return self._normalize(**{key: by_name[key] for key in by_name.keys() & _ARGUMENTS_USED})
 
     def _run_costly(self, call: Callable[[], Tensor]) -> Tensor:
-        """Run a costly operator, or take its output from the pass before if that handed it on."""
+        """Run a costly operator, or take its output from the pass before if that passed it on."""
         reached = self._linked.get(self._costly)
         link = None if reached is None else reached.link
         output = (
@@ -325,6 +325,11 @@ class _Norms(TorchFunctionMode):
             raise _ReachedUnknownNorm(self._reached_norm(input, running_mean, running_var))
         norm = self._unused.pop(0)
         statistics, reached = norm.statistics, norm.chunks[self._index]
+        if statistics.count == 1:
+            raise ValueError(
+                f"{label_of(self._module)}: a batch norm needs more than one value per channel in training, but got "
+                f"one, in an input of shape {tuple(input.shape)}. Use a larger batch, or call eval()."
+            )
         if reached.source not in (None, self._source_index(input, reached.link)):
             self._refuse("runs different operators before a batch norm when it is recomputed")
         if reached.link is not None:
@@ -347,7 +352,7 @@ class _Norms(TorchFunctionMode):
 
     def _uncount(self, running_mean: Tensor) -> None:
         # The norm has raised its ``num_batches_tracked``, and raises it again in the next pass.  Before that pass all
-        # state is put back.  But if a chunk raises an exception first, nothing is, and the count would stay too high.
+        # state is restored.  But if a chunk raises an exception first, nothing is, and the count would stay too high.
         for norm in batch_norms(self._module):
             counter = buffers_of(norm).get("num_batches_tracked")
             if counter is not None and buffers_of(norm).get("running_mean") is running_mean:
@@ -375,7 +380,7 @@ class _Output:
 
 
 def _take_output(reached: ReachedNorm, call: Callable[[], Tensor]) -> Tensor:
-    """Return the operator's output that the pass before handed on.
+    """Return the operator's output that the pass before passed on.
 
     The values are available once.  Later passes, and the recomputation of this one, run the operator again.
     """
@@ -490,8 +495,6 @@ def _scale_and_shift(
     x: Tensor, statistics: Statistics, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
     """Return ``(x - mean) / sqrt(variance + eps) * weight + bias``, computed as ``x * scale + shift``."""
-    if statistics.count == 1:
-        raise ValueError(f"batch statistics of one value per channel, in an input of shape {tuple(x.shape)}")
     scale = (statistics.variance + eps).rsqrt()
     if weight is not None:
         scale = scale * weight
@@ -517,7 +520,7 @@ def _update_running(running: Tensor | None, value: Tensor, momentum: float) -> N
 
 
 class StateBeforePasses:
-    """A copy of the state of a module and of the random generators, to put back before another pass."""
+    """A copy of the state of a module and of the random generators, to restore before another pass."""
 
     def __init__(self, module: nn.Module, inputs: Sequence[Tensor] = ()) -> None:
         self._module = module

@@ -204,7 +204,7 @@ class _Result:
 
 
 def _run(piece: Piece, run: Callable[[], Sequence[Any]]) -> _Result:
-    # The block's end puts the training mode of the dropouts back.
+    # The block's end restores the training mode of the dropouts.
     with piece.starting():
         for module in piece.module.modules():
             if isinstance(module, _DROPOUTS):

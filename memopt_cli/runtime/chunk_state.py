@@ -89,7 +89,7 @@ def _state_after(
 
 
 def _named_state(module: nn.Module) -> dict[str, Any]:
-    """Return the state of ``module`` by name, without the state of norms, for which chunks have rules of their own."""
+    """Return the state of ``module`` by name, without the state of norms, for which chunks have their own rules."""
     norms = {*batch_norms(module), *(m for m in module.modules() if isinstance(m, InstanceNorm))}
     return state_by_name(module, norms)
 

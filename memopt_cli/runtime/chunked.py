@@ -2,7 +2,7 @@
 
 Each chunk is checkpointed on its own, so that backward recomputes one chunk at a time.  Not every module computes the
 same in chunks.  So the first chunk is watched: if it changes state that the whole would change once
-(``chunk_state.py``), or if rows mix (``chunk_rows.py``), everything is put back, and the segment runs whole, now and in
+(``chunk_state.py``), or if rows mix (``chunk_rows.py``), everything is restored, and the segment runs whole, now and in
 later calls, with a warning.  To use the statistics of the whole batch, batch norms take several passes over the chunks
 (``batch_statistics.py``).
 
@@ -193,7 +193,7 @@ def _gather(call: _Call, gathering: BatchStatistics) -> tuple[list[tuple[Any, ..
         gathering.merge(columns[0])
         tries_rows = False  # the trial runs the module's whole forward, and need not be repeated in every pass
     if isinstance(output, tuple) and len(output) > config_of(call.module).seq_outputs:
-        raise NotGatheredError("hands its state over as an output, before which chunks break off for their statistics")
+        raise NotGatheredError("passes its state on as an output, before which chunks break off for their statistics")
     return columns, output
 
 
@@ -257,7 +257,7 @@ class _NotInChunksError(Exception):
     """A module computes other values in chunks, or leaves different state behind."""
 
     def __init__(self, reason: Complaint, undo: Callable[[], None], *, is_certain: bool) -> None:
-        """Give the ``reason``.  ``undo``: puts state back; ``is_certain``: chunks are certainly at fault."""
+        """Give the ``reason``.  ``undo``: restores state; ``is_certain``: chunks are certainly at fault."""
         super().__init__(reason)
         self.undo, self.is_certain = undo, is_certain
 
@@ -472,7 +472,7 @@ def _whole_arguments(cut: int, states: tuple[Any, ...], kwargs: Mapping[str, Any
     """
     named = [(f"its argument {position}", value) for position, value in enumerate(states, cut + 1)]
     named += [(f"its argument {name}", value) for name, value in kwargs.items()]
-    # Tensors do no harm: a chunk hands them on changed by returning them, like a recurrent layer's state.
+    # Tensors do no harm: a chunk passes them on changed by returning them, like a recurrent layer's state.
     yield from ((name, value) for name, value in named if not isinstance(value, Tensor | tuple))
 
 

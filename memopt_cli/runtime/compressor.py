@@ -82,8 +82,15 @@ class PackedTensor:
         return sum(t.numel() * t.element_size() for t in self.data)  # sparse tensors have no ``nbytes``
 
 
+class ModifiedError(RuntimeError):
+    """A stored tensor was modified in place before backward."""
+
+
 class SpikeCompressor:
-    """Base of the compressors: :meth:`compress` stores any tensor, :meth:`decompress` returns it."""
+    """Base of the compressors: :meth:`compress` stores any tensor, :meth:`decompress` returns it.
+
+    The name is SpikingJelly's, and saved models refer to it.
+    """
 
     name = ""
 
@@ -102,7 +109,7 @@ class SpikeCompressor:
     def decompress(self, packed: PackedTensor) -> Tensor:
         """Return the tensor that was stored as ``packed``, bit for bit.
 
-        Raises :class:`RuntimeError` if a raw tensor was modified in place in between.
+        Raises :class:`ModifiedError` if a raw tensor was modified in place in between.
         """
         if packed.raw:
             return load_raw(packed)
@@ -416,7 +423,7 @@ class PartsCompressor(SpikeCompressor):
     def decompress(self, packed: PackedTensor) -> Tensor:
         """Return the tensor that was stored as ``packed``.
 
-        Raises :class:`RuntimeError` if it, or one of its parts, was modified in place in between.
+        Raises :class:`ModifiedError` if it, or one of its parts, was modified in place in between.
         """
         if packed.raw:
             return load_raw(packed)
@@ -429,10 +436,10 @@ class PartsCompressor(SpikeCompressor):
 def _load_part(packed: PackedTensor) -> Tensor:
     (x,) = packed.data
     if version_counter(x) != packed.version:
-        raise RuntimeError(
-            f"a tensor of shape {tuple(x.shape)} was modified in place (version {packed.version} -> "
-            f"{version_counter(x)}) although a stored concatenation refers to it. Make the modification out of "
-            "place, or set compressor: null and packed: false in the plan."
+        raise ModifiedError(
+            f"a tensor of shape {tuple(x.shape)}, part of a stored concatenation, was modified in place before "
+            f"backward (version {packed.version} -> {version_counter(x)}). Use an out-of-place operation there, or set "
+            "compressor: null and packed: false in the plan."
         )
     return x
 
@@ -697,13 +704,13 @@ def store_raw(x: Tensor) -> PackedTensor:
 def load_raw(packed: PackedTensor) -> Tensor:
     """Return the input of a segment that is stored raw as ``packed``.
 
-    Raises :class:`RuntimeError` if it was modified in place in between.
+    Raises :class:`ModifiedError` if it was modified in place in between.
     """
     (x,) = packed.data
     if version_counter(x) != packed.version:
-        raise RuntimeError(
-            f"an input of shape {tuple(x.shape)} stored for recomputation was modified in place after it was stored "
-            f"(version {packed.version} -> {version_counter(x)}), so recomputing from it would be wrong. Do not make a "
-            "segment of the module that takes it, or make the modification out of place."
+        raise ModifiedError(
+            f"an input of shape {tuple(x.shape)} was modified in place before backward (version {packed.version} -> "
+            f"{version_counter(x)}), so recomputing from it would be wrong. Use an out-of-place operation there, or "
+            "remove the module from the plan."
         )
     return x

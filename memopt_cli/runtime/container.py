@@ -118,7 +118,7 @@ Settings = SegmentConfig | ConfigsByLength
 
 
 def install_segment(module: nn.Module, config: Settings) -> None:
-    """Make ``module`` a segment in place by exchanging its class.  Raises :class:`ValueError` if it cannot be one."""
+    """Make ``module`` a segment in place by replacing its class.  Raises :class:`ValueError` if it cannot be one."""
     if reason := refusal(module) or _first_reason(functools.partial(settings_refusal, module), config):
         raise ValueError(reason)
     vars(module)[SEGMENT_KEY] = config
@@ -323,7 +323,7 @@ def _run_between_graphs(
 
 
 def _run_at_length(module: nn.Module) -> Run | None:
-    """Return the function that runs the forward of ``module`` at the current length; ``None`` if it runs plainly.
+    """Return the function that runs ``module`` at the current length; ``None`` if it runs as without a plan.
 
     Segments run uncompiled: a graph made for one length would also be used for other lengths.
     """
@@ -397,7 +397,7 @@ def _run_through_loss(
     is_eager = not torch.compiler.is_compiling() and not is_transforming()
     if not (module.training and is_eager and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    with Deferring(config_of(module).chunks):
+    with Deferring(config_of(module).chunks, label_of(module)):
         return forward(*args, **kwargs)
 
 

@@ -31,7 +31,7 @@ def recorded_cuts() -> Iterator[dict[int, Cut]]:
 
 
 def record_cut(owner: object, chunks: int, length: int) -> None:
-    """Record that ``owner``, a module or its weight, is being cut; outside of :func:`recorded_cuts` do nothing."""
+    """Record that ``owner``, a module or its weight, is being cut; outside :func:`recorded_cuts` do nothing."""
     cuts = this_thread.cuts
     if cuts is None:
         return

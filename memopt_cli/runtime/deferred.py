@@ -101,6 +101,8 @@ class _Head:
     """The versions of ``x``, ``weight`` and ``bias`` at the call."""
     sample: Tensor
     """Copies of about 64 weights: a fused optimizer (``fused=True``) writes weights without a new version."""
+    label: str
+    """The layer in messages, such as ``Linear at 'lm_head'``."""
     has_loss: bool = False
     """Whether a loss has been computed from the output chunk by chunk."""
 
@@ -113,9 +115,9 @@ class _Head:
             changed = not torch.equal(_sample_weight(self.weight), self.sample)
         if changed:
             raise RuntimeError(
-                "the output of a linear layer is read after the layer's weight or input has changed, and it was not "
-                "computed before, since the layer runs in chunks through its loss. Read it before the optimizer's "
-                "step, or remove the layer from the plan."
+                f"the output of {self.label} was read after the layer's weight or input had changed, and had not been "
+                "computed: the plan runs this layer in chunks with its loss. Read it before optimizer.step(), or "
+                "remove the layer from the plan."
             )
 
     def parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -140,11 +142,15 @@ def _sample_weight(weight: Tensor) -> Tensor:
 
 
 class Deferring(TorchFunctionMode):
-    """A mode in which linear layers return a :class:`DeferredLinear`, for a loss in ``chunks`` chunks."""
+    """A mode in which linear layers return a :class:`DeferredLinear`, for a loss in ``chunks`` chunks.
 
-    def __init__(self, chunks: int) -> None:
+    ``label``: the layer in messages.
+    """
+
+    def __init__(self, chunks: int, label: str) -> None:
         super().__init__()
         self._chunks = chunks
+        self._label = label
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Defer ``func`` if it is a linear layer's function on a batch, and a gradient is wanted."""
@@ -152,15 +158,16 @@ class Deferring(TorchFunctionMode):
             x, weight, *bias = args
             is_batch = isinstance(x, Tensor) and x.dim() > 1 and x.numel() > 0 and len(weight) > 1
             if is_batch and (x.requires_grad or weight.requires_grad):
-                return _defer(x, weight, bias[0] if bias else None, self._chunks)
+                return _defer(x, weight, bias[0] if bias else None, self._chunks, self._label)
         return func(*args, **(kwargs or {}))
 
 
-def _defer(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int) -> Tensor:
+def _defer(x: Tensor, weight: Tensor, bias: Tensor | None, chunks: int, label: str) -> Tensor:
     # A product without rows and classes costs nothing, and has the dtype that autocast gives the real one.
     empty_bias = None if bias is None else bias.detach()[:0]
     empty_output = F.linear(x.detach().flatten(0, -2)[:0], weight.detach()[:0], empty_bias)
-    head = _Head(x, weight, bias, chunks, empty_output.dtype, _versions_of(x, weight, bias), _sample_weight(weight))
+    versions = _versions_of(x, weight, bias)
+    head = _Head(x, weight, bias, chunks, empty_output.dtype, versions, _sample_weight(weight), label)
     shape = (*x.shape[:-1], len(weight))
     index = torch.arange(x[..., 0].numel(), device=x.device).view(shape[:-1])
     return _defer_rows(head, index.unsqueeze(-1).expand(shape), empty_output.dtype)
@@ -307,13 +314,13 @@ def _without_values(func: Any, deferred: DeferredLinear, args: Any, kwargs: Any)
             return NotImplemented if rows is None else _defer_rows(head, rows, deferred.dtype)
         if func is Tensor.retain_grad and head.has_loss:
             raise RuntimeError(
-                "retain_grad is called on the output of a linear layer after its loss was formed chunk by chunk. Call "
-                "it before the loss, or remove the layer from the plan."
+                f"retain_grad was called on the output of {head.label} after its loss was computed in chunks. Call it "
+                "before the loss, or remove the layer from the plan."
             )
         if func is Tensor.register_hook and head.has_loss:
             warn_caller(
-                "a hook on logits is not called for a loss that is computed chunk by chunk. Remove the linear layer "
-                "from the plan if the hook must run.",
+                f"a hook on the output of {head.label} is not called for a loss that is computed in chunks. Remove the "
+                "layer from the plan if the hook must run.",
             )
             return func(deferred, *args, **kwargs)  # type: ignore[no-untyped-call]
     return NotImplemented

@@ -5,7 +5,7 @@ recomputation must find the objects as the first run did, and must not change th
 before forward, and the recomputation works on the unpickled copies, which nobody else sees.
 
 Tensors, modules, functions and classes are not copied.  The pickle names each by its ``id``, so two pickles of one
-object are the same bytes exactly if nothing in the object was exchanged between them.
+object are the same bytes exactly if nothing in the object was replaced between them.
 """
 
 from __future__ import annotations

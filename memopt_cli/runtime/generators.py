@@ -177,7 +177,7 @@ _latest: dict[str | torch.device, Any] = {}
 
 def _shared_position(generator: str | torch.device, position: Any) -> Any:
     """Return ``position``, or the equal object that was read last."""
-    latest = _latest.get(generator)  # read only once, since another thread may exchange it meanwhile
+    latest = _latest.get(generator)  # read only once, since another thread may replace it meanwhile
     if latest == position:
         return latest
     _latest[generator] = position

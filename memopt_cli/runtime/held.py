@@ -21,7 +21,7 @@ from memopt_cli.runtime.module_state import Complaint, leaves_in
 from memopt_cli.runtime.owners import Slots
 
 _MAX_COPY_BYTES: Final = 1 << 16
-"""Maximum bytes of a tensor that is copied, in a watched call, if an object outside of the module holds it."""
+"""Maximum bytes of a tensor that is copied, in a watched call, if an object outside the module holds it."""
 _OTHERS: Final[Slot] = (-1, None)
 """A slot of no owner, for the arguments that are not tensors."""
 
@@ -183,7 +183,7 @@ class HeldSlots:
         return numbers
 
     def changes(self, index: int, before: Slots, written: set[int]) -> set[Any]:
-        """Return the names whose value in the owner at ``index`` was exchanged or changed since ``before``.
+        """Return the names whose value in the owner at ``index`` was replaced or changed since ``before``.
 
         ``written``: the result of :meth:`written`.
         """
@@ -260,13 +260,13 @@ class HeldSlots:
     def put_back(self, slot: Slot, current: Any, value: Any) -> Any:
         """Return the value to put into ``slot`` permanently: ``current`` if it equals ``value`` or can be made equal.
 
-        Others may refer to the ``current`` object, so it is exchanged only if there is no other way.
+        Others may refer to the ``current`` object, so it is replaced only if there is no other way.
         """
         if isinstance(current, Tensor):
             record = self.tensors.get(id(current))
             if record is None or self.originals.get(record.number) is not current or current.grad_fn is not None:
                 return value
-            # The module's own vector that forward may have written is always exchanged for the one held: code that
+            # The module's own vector that forward may have written is always replaced by the one held: code that
             # records a step relies on nobody else holding it.
             is_own = 0 <= slot[0] < self._known.module_owner_count
             is_changed = record.is_written(current) if is_own else not record.is_equal(current)
@@ -286,7 +286,7 @@ def _numbers_in(frozen: FrozenCopy) -> set[int]:
 def restore_contents(target: Any, value: Any) -> bool:
     """Give the object ``target``, to which others may refer, the contents of ``value``; return whether it worked.
 
-    An object may keep more than its attributes show, and ``__setstate__`` need not put it back: a generator of NumPy's
+    An object may keep more than its attributes show, and ``__setstate__`` need not restore it: a generator of NumPy's
     has no state there at all, and ``itertools.cycle`` leaves its iterator where it is.  So the outcome is compared.
     """
     if target is value:  # an object that is not copied, such as a lock

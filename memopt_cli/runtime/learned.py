@@ -40,7 +40,7 @@ _WATCHED_EXCHANGES: Final = 2
 """Number of times that code between calls may replace a slot's value; each makes the next call watched.  Later ones are
 assumed to be regular: a training loop that sets ``model.step = n`` does so before every call."""
 _MAX_OWNERS: Final = 1000
-"""Maximum number of owners that are looked at, outside of the modules."""
+"""Maximum number of owners that are looked at, outside the modules."""
 Slot = tuple[int, Any]
 """Index of an owner in :attr:`KnownState.owners`, and a name in it."""
 
@@ -149,9 +149,9 @@ class KnownState:
         return self._state.is_current() and (self._parts is None or self._parts.is_current())
 
     def _is_unchanged(self) -> bool:
-        """Return whether neither state nor structure (such as dictionaries of hooks) was exchanged in these owners.
+        """Return whether neither state nor structure (such as dictionaries of hooks) was replaced in these owners.
 
-        No recomputation puts structure back, so it is compared once a call.
+        No recomputation restores structure, so it is compared once a call.
         """
         return self._all.is_current() and (self._parts is None or self._parts.is_current())
 
@@ -205,10 +205,10 @@ class KnownState:
         return {index: self.owners[index].read() for index in indices}
 
     def _note_changes(self, readings: Mapping[int, Slots], exchanged: Counter[Slot]) -> bool:
-        """Note the values exchanged since the last call in the owners of ``readings``, their current slots.
+        """Note the values replaced since the last call in the owners of ``readings``, their current slots.
 
         Return whether forward may be expected to change the same slots as before.  The first two times that a value is
-        exchanged it may not: forward could branch on ``self.mode``, and count or use dropout only in one branch.
+        replaced it may not: forward could branch on ``self.mode``, and count or use dropout only in one branch.
         """
         is_new = False
         for index, slots in readings.items():
@@ -329,7 +329,7 @@ def is_object(name: Any, value: Any) -> bool:
 
 
 def _own_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the parameters of ``module`` itself.  In a ScriptModule they cannot be exchanged."""
+    """Return the parameters of ``module`` itself.  In a ScriptModule they cannot be replaced."""
     parameters: Any = parameters_of(module)
     return parameters if isinstance(parameters, dict) else dict(parameters.items())
 

@@ -2,7 +2,7 @@
 
 The root of the model reads the length of its input, and modules inside look it up while they run.  A segment remembers
 the length at which it ran, and is recomputed with the settings for that.  The user's own checkpoint does not
-remember it, so modules by length run plainly inside one.
+remember it, so modules by length run there as without a plan.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ConfigsByLength:
     up_to: tuple[int, ...]
     """The maximum length in each range; the last range also has all longer ones."""
     configs: tuple[SegmentConfig | None, ...]
-    """The settings in each range; ``None`` if the module runs plainly."""
+    """The settings in each range; ``None`` where it runs as without a plan."""
     length: LengthOf | None = None
     """In the root, which sees the model's input, the dimension that is the length; ``None`` if it is another module."""
     path: str = ""
@@ -98,7 +98,7 @@ class ConfigsByLength:
 
 
 def current_length() -> float:
-    """Return the length of the current input; infinity if unknown, since a module was called outside of its model."""
+    """Return the length of the current input; infinity if unknown, since a module was called outside its model."""
     return this_thread.length
 
 
@@ -118,9 +118,9 @@ class at_length:
 
 
 def segment_of(module: nn.Module) -> SegmentConfig | None:
-    """Return the settings of ``module`` as a segment now; ``None`` if it runs plainly.
+    """Return the settings of ``module`` as a segment now; ``None`` if it runs as without a plan.
 
-    For a module by length these are the settings for the current length; outside of a step, for the longest range.
+    For a module by length these are the settings for the current length; outside a step, for the longest range.
     """
     config: SegmentConfig | ConfigsByLength | None = getattr(module, SEGMENT_KEY, None)  # PyTorch 2.8: not by ``vars``
     return config.config_at(current_length()) if isinstance(config, ConfigsByLength) else config

@@ -170,16 +170,16 @@ class _Attributes:
 
 
 class ModuleState:
-    """The state of a module tree at one moment, by reference: cheap to take, and put back by :meth:`restore`.
+    """The state of a module tree at one moment, by reference: cheap to take, and restored by :meth:`restore`.
 
-    A tensor that is written in place is not put back: callers copy those (:meth:`tensors`).
+    A tensor that is written in place is not restored: callers copy those (:meth:`tensors`).
     """
 
     def __init__(self, module: nn.Module, modules: Sequence[nn.Module] | None = None) -> None:
         """Take the state of ``module``, or only of ``modules``, which are among its parts."""
         modules = list(module.modules()) if modules is None else modules
         self._attributes = [_Attributes(mapping) for m in modules for mapping in _attributes_of(m)]
-        # The children of a ScriptModule are in no dictionary, and cannot be exchanged.
+        # The children of a ScriptModule are in no dictionary, and cannot be replaced.
         self._children = [(table, dict(table)) for table in map(children_of, modules) if isinstance(table, dict)]
 
     def restore(self, replaced: Mapping[int, Any] | None = None) -> None:

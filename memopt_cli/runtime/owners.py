@@ -348,7 +348,7 @@ def list_owners(modules: Sequence[nn.Module]) -> Iterator[Owner]:
     """Yield the owners of all state of ``modules`` besides their parameters."""
     for module in modules:
         yield Attributes(module)
-        if isinstance(module, torch.jit.ScriptModule):  # its buffers and children cannot be exchanged
+        if isinstance(module, torch.jit.ScriptModule):  # its buffers and children cannot be replaced
             if attributes_of_script(module):
                 yield ScriptAttributes(module)
         else:

@@ -1,4 +1,4 @@
-"""Packing tensors that autograd saves in a module, outside of segments: nothing is recomputed, and no bit is lost.
+"""Packing tensors that autograd saves in a module, outside segments: nothing is recomputed, and no bit is lost.
 
 Spikes, dropout masks and flags take one bit per element, and indices as few bytes as they need.  A concatenation takes
 nothing for parts that are saved themselves.  Any other tensor stays raw.  A tensor that several operators save is
@@ -162,9 +162,9 @@ class _RawTensor:
 def _require_unmodified(tensor: Tensor, version: int | None) -> Tensor:
     if version_of(tensor) != version:
         raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place between forward and "
-            f"backward (version {version} -> {version_of(tensor)}). Call backward before the in-place change, or make "
-            "it out of place."
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place before backward "
+            f"(version {version} -> {version_of(tensor)}). Call backward before the modification, or use an "
+            "out-of-place operation there."
         )
     return tensor
 

@@ -45,7 +45,7 @@ class Parameters:
     """The parameters of some modules in one call.
 
     They are not copied, so their values must not change before the recomputation.  But the module may hold other
-    tensors by then: ``torch.func.functional_call`` exchanges parameters for the time of one call.
+    tensors by then: ``torch.func.functional_call`` replaces parameters for the time of one call.
     """
 
     def __init__(self, tables: Sequence[dict[str, Any]], earlier: Parameters | None, *, is_watched: bool) -> None:
@@ -110,8 +110,8 @@ class Parameters:
     def in_place(self) -> AbstractContextManager[None]:
         """Return a context manager that gives the modules these parameters, with ``requires_grad`` as in that call.
 
-        Afterwards the modules hold their current parameters again, even if the forward in the ``with`` block exchanged
-        parameters for itself, and ended before it put them back.
+        Afterwards the modules hold their current parameters again, even if the forward in the ``with`` block replaced
+        parameters for itself, and ended before it restored them.
         """
         is_in_place = self._entries.are_in_place() and self.trainable == [*map(_is_trainable, self.tensors)]
         return _InPlace(self, self._entries, is_in_place)
@@ -152,7 +152,7 @@ class _InPlace:
 
 
 def _memory_of_all(tensors: Sequence[Tensor]) -> list[int]:
-    """Return a key of the memory of each of ``tensors``, which ``p.data = ...`` exchanges, or 0 without memory."""
+    """Return a key of the memory of each of ``tensors``, which ``p.data = ...`` replaces, or 0 without memory."""
     return [memory_of(p) if _is_whole(p) and not is_of_transform(p) else 0 for p in tensors]
 
 

@@ -508,7 +508,7 @@ def _part_length(maker: Any, output: int, dim: int, dimensions: int) -> int | No
 
 
 running_node: Final[Callable[[], Any]] = torch._C._current_autograd_node
-"""The node whose derivative is being computed in this thread; ``None`` outside of backward."""
+"""The node whose derivative is being computed in this thread; ``None`` outside backward."""
 
 
 hooks_on_saving: Final[Callable[[], Any]] = functools.partial(torch._C._autograd._top_saved_tensors_default_hooks, True)

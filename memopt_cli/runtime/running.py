@@ -48,7 +48,7 @@ class recomputing:
 
 
 def recomputing_module() -> nn.Module | None:
-    """Return the innermost segment that this thread is recomputing, or ``None`` outside of a recomputation."""
+    """Return the innermost segment that this thread is recomputing, or ``None`` outside a recomputation."""
     return this_thread.recomputing[-1] if this_thread.recomputing else None
 
 
@@ -122,7 +122,7 @@ class SequenceChunk:
 
 
 def running_chunk() -> SequenceChunk | None:
-    """Return the chunk that this thread runs, of the innermost segment in chunks, or ``None`` outside of such segments.
+    """Return the chunk that this thread runs, of the innermost segment in chunks, or ``None`` outside such segments.
 
     A module that resets its states in each forward checks this to continue from the previous chunk, and declares
     ``resumes_in_chunks = True``.
@@ -162,7 +162,7 @@ def is_checkpointed() -> bool:
 
 
 def is_transformed() -> bool:
-    """Return whether ``torch.func``, ``vmap`` or forward-mode differentiation is active, so that segments run plainly.
+    """Return whether ``torch.func``, ``vmap`` or forward-mode differentiation is active; then nothing is recomputed.
 
     Their tensors cannot be held until backward: a tensor of ``torch.func`` ends with the transform, and holding a
     tensor loses its tangent.

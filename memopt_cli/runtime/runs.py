@@ -165,7 +165,7 @@ def _child_or_run(parent: nn.Module, name: str) -> nn.Module:
 def _run_by_name(parent: nn.Module, name: str) -> Run | None:
     """Return the run named ``name``, ``first-last`` by its first and last child, or ``None`` without such a run."""
     names = list(children_of(parent)) if calls_in_turn(parent) else []
-    for first in sorted(names, key=len):  # a name may have hyphens of its own
+    for first in sorted(names, key=len):  # a name may have its own hyphens
         last = name.removeprefix(f"{first}-")
         if last != name and last in names[names.index(first) + 1 :]:
             return _make_run(parent, names[names.index(first) : names.index(last) + 1])
@@ -199,7 +199,7 @@ def _layer_runs(parent: nn.Sequential) -> Iterator[Run]:
         layers += weighted
         if weighted:
             runs.append([])
-        if weighted and any(child.children()):  # a block of its own
+        if weighted and any(child.children()):  # its own block
             runs.append([])
         else:
             runs[-1].append(name)

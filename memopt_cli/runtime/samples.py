@@ -1,6 +1,6 @@
 """Comparing a recomputation with its forward, by a few elements of every tensor that autograd saves in both.
 
-The comparison reveals sources that cannot be put back: the clock, random numbers of the operating system, and
+The comparison reveals sources that cannot be restored: the clock, random numbers of the operating system, and
 generators that memopt does not find.  It is made in a module's first run, and again in its 16th, its 256th and so on.
 """
 

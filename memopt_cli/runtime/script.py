@@ -118,7 +118,7 @@ def _mirror(part: nn.Module, script: ScriptModule) -> None:
     part.training = getattr(script, "training", True)
     for name, tensor in parameters_of(script).items():
         if tensor is not None and type(tensor) is Tensor:
-            # By exchanging the class: a new Parameter would be another object, and a script may hold the tensor twice,
+            # By replacing the class: a new Parameter would be another object, and a script may hold the tensor twice,
             # as an LSTM does.
             tensor.__class__ = nn.Parameter
         parameters_of(part)[name] = tensor

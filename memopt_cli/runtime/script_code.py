@@ -264,7 +264,7 @@ def _check_casts(tree: ast.Module) -> None:
                 if cast is not None and not variables.allow(cast):
                     raise UnsafeScriptError(f"the cast {ast.unparse(cast)[:80]}")
     if casts:
-        raise UnsafeScriptError("a cast outside of functions")
+        raise UnsafeScriptError("a cast outside functions")
 
 
 def attribute_types(owner: ast.ClassDef) -> dict[str, ast.expr]:

@@ -3,7 +3,7 @@
 Containers call :func:`call_checkpointed`.  There are four cases:
 
 - a compiler traces the call: PyTorch's own checkpoint runs it;
-- forward cannot be recomputed: it runs plainly;
+- forward cannot be recomputed: it runs without recomputation;
 - the call runs inside the recomputation of another segment: nothing is stored;
 - any other call: ``segment_run.py`` takes over.
 """
@@ -23,6 +23,7 @@ from memopt_cli.runtime.chunk_starts import ChunkStarts
 from memopt_cli.runtime.compressor import (
     COMPRESSORS,
     OWN_COMPRESSOR,
+    ModifiedError,
     OwnCompressor,
     PackedTensor,
     SpikeCompressor,
@@ -108,7 +109,7 @@ def call_checkpointed(
         run.state_tensors = functools.partial(_RecomputedWhenRead, [outer.hold_input(t) for t in state_tensors])
     else:
         inputs.keep(tensors)
-        run.inputs = lambda: leaves(inputs.tensors())
+        run.inputs = lambda: leaves(inputs.tensors(module))
         if starts is not None:
             # Do not capture ``run``: it refers to ``starts``, and the cycle would outlive backward.
             stored_inputs = run.inputs
@@ -126,7 +127,7 @@ def call_checkpointed(
             "changed something that it did not change before" if start.has_new_changes else ""
         )
         if irreversible:
-            raise RuntimeError(f"{label_of(module)} {reason} and {irreversible}; take it out of the plan") from error
+            raise RuntimeError(f"{label_of(module)} {reason} and {irreversible}; remove it from the plan") from error
     run_plainly(module, reason)
     start.restore(state_tensors, arguments.others)
     # Forward may have run a backward before it failed, which added to these gradients.
@@ -139,9 +140,9 @@ _callbacks: MutableMapping[nn.Module, Callable[[bool], object]] = WeakKeyDiction
 
 
 def on_first_call(segment: nn.Module, callback: Callable[[bool], object]) -> None:
-    """Register ``callback`` to be called before the first run of ``segment`` as a segment, or where it runs plainly.
+    """Register ``callback`` to be called before the first run of ``segment``, recomputed or not.
 
-    Its argument is whether the segment is in the user's own checkpoint, where it runs plainly.  It should refer to the
+    Its argument is whether the segment is in the user's own checkpoint, so not recomputed.  It should refer to the
     model weakly, because it lives as long as the segment.
     """
     _callbacks[segment] = callback
@@ -278,7 +279,7 @@ def ignore_start(start: StartingState, state_tensors: Sequence[Tensor]) -> None:
 class PackedInputs:
     """The tensors among the arguments of a call, stored by a compressor, except those in ``raw``.
 
-    The states that chunks hand on are stored raw: the compressor was chosen for the module's inputs.
+    The states that chunks pass on are stored raw: the compressor was chosen for the module's inputs.
     """
 
     def __init__(self, compressor: SpikeCompressor, raw: Any = (), parcel: Parcel | None = None) -> None:
@@ -304,9 +305,15 @@ class PackedInputs:
             note_stored(tensor, packed)
             self._stored.append(packed if self.parcel is None else self.parcel.take(packed))
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors that were stored."""
-        return [
-            s if isinstance(s, Tensor) else load(self._compressor, s if isinstance(s, PackedTensor) else s.get())
-            for s in self._stored
-        ]
+    def tensors(self, module: nn.Module) -> list[Tensor]:
+        """Return the tensors that were stored.
+
+        Raises :class:`RuntimeError`, which names ``module``, if one of them was modified in place.
+        """
+        try:
+            return [
+                s if isinstance(s, Tensor) else load(self._compressor, s if isinstance(s, PackedTensor) else s.get())
+                for s in self._stored
+            ]
+        except ModifiedError as error:
+            raise RuntimeError(f"{label_of(module)}: {error}") from None

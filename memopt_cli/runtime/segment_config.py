@@ -33,7 +33,7 @@ class SegmentConfig:
     spatial_split: bool = False
     """Whether each module that ``__spatial_split__`` returns is checkpointed on its own."""
     recompute: bool = True
-    """Whether the module is recomputed; if not, tensors saved in it, outside of inner segments, are packed."""
+    """Whether the module is recomputed; if not, tensors saved in it, outside inner segments, are packed."""
     keep: tuple[str, ...] = ()
     """Operators whose outputs are kept, not recomputed: ``aten::convolution``, or ``aten::convolution#2`` for the
     outputs of the second call only.  Calls in other segments inside this one are not counted.  Under
@@ -50,7 +50,7 @@ class SegmentConfig:
     packs: bool = True
     """Whether saved tensors are packed, if it is not recomputed; if not, they are only sent to their place."""
     recompute_states: bool = False
-    """Whether the states that chunks hand on in attributes are recomputed in backward.  It has no effect inside another
+    """Whether the states that chunks pass on in attributes are recomputed in backward.  It has no effect inside another
     segment, whose recomputation includes them, and under ``torch.compile``."""
     compared: str = field(default="", compare=False)
     """The chunks that ``optimize`` compared with the whole, as :func:`describe_chunks` describes them; empty if it did

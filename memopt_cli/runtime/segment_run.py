@@ -6,6 +6,9 @@ The mechanism is the same as in PyTorch's non-reentrant checkpoint, hooks on the
     backward    a node asks for the 4th     forward runs again; the tensors that autograd saves now are put into the
                                             five _SavedTensors, and an exception ends the run after the fifth
 
+In the names below, *hold* saves a tensor until forward has ended, *drop* frees the held ones, *keep* saves them for
+backward after all, or the outputs of operators that the plan keeps, and *note* only remembers a number or a key.
+
 The tensors are held until forward has ended, because only then is it known whether forward can be recomputed.  This
 does not raise the peak of a step: all of them exist together once more when forward runs for the second time.  If a
 node of autograd is freed before backward, its _SavedTensor is freed with it, and the recomputation skips it.
@@ -415,7 +418,7 @@ class _Repetition:
             raise self._stop_repeating(f"saves {self._count} tensors, and forward saved {len(self._refs)}")
 
     def _stop_repeating(self, how: str) -> RuntimeError:
-        """Let the module run plainly from now on, and return the error for a run that differs in ``how``."""
+        """Stop recomputing the module from now on, and return the error for a run that differs in ``how``."""
         run_plainly(self._module, _DIFFERS, silently=True)
         return RuntimeError(
             f"{label_of(self._module)} {_DIFFERS}: it {how}. This step cannot be completed. From the next step on, "

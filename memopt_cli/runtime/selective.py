@@ -201,12 +201,12 @@ class KeptOutputs:
         if output.signature != signature:
             raise RuntimeError(
                 f"a recomputation calls {name} on {signature}, and forward called it on {output.signature}: the module "
-                "does not compute the same twice. Do not keep this operator's outputs in the plan."
+                "does not compute the same twice. Remove this operator from keep in the plan."
             )
         if any(version_counter(tensor) != version for tensor, version in output.watched):
             raise RuntimeError(
                 f"an output of {name} that a segment keeps was modified in place after the segment's forward. "
-                "Do not keep this operator's outputs in the plan, or make the modification out of place."
+                "Use an out-of-place operation there, or remove this operator from keep in the plan."
             )
         output.leaves = [leaf.get() if isinstance(leaf, Handle) else leaf for leaf in output.leaves]
         return output

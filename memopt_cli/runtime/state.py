@@ -2,7 +2,7 @@
 
 A recomputed forward must start from the state that the first one started from, and leave no trace: batch statistics,
 neuron membranes and counters advance once a step, however often forward runs.  ``learned.py`` finds out which state
-forward changes, and ``held.py`` holds that; this file takes the state before forward, and puts it back in backward.
+forward changes, and ``held.py`` holds that; this file takes the state before forward, and restores it in backward.
 
 One segment, two time steps; each assigns its membrane ``v``, a matrix, again (``self.v = 0.5 * self.v + x``) and counts
 up ``count`` in place (``self.count.add_(1)``)::
@@ -108,7 +108,7 @@ class StartingState:
         self._irreversible: Complaint = ""
         """Reason why forward cannot be undone."""
         self.has_new_changes = False
-        """Whether forward changed what no earlier call had changed, so that nothing was held to put it back."""
+        """Whether forward changed what no earlier call had changed, so that nothing was held to restore it."""
 
     def release_tensors(self) -> list[Tensor]:
         """Return the matrices of the state, and hold them no longer: the caller passes them to :meth:`replay`."""
@@ -175,7 +175,7 @@ class StartingState:
             self._stable = known.stable
             self._reads = [(t, version_of(t)) for t in known.tensors]
         else:
-            # A plain value is put back by reference.  But an object that changes for the first time in an unwatched
+            # A plain value is restored by reference.  But an object that changes for the first time in an unwatched
             # call was changed in place, and nobody has copied it before.
             values = ((name, self._stable[index].get(name)) for index, new in newly_changing.items() for name in new)
             self.has_new_changes |= any(is_object(name, value) for name, value in values)
@@ -225,7 +225,7 @@ class StartingState:
         self._parameters.check()
         self._check_reads()
         known, generators = self._known, self._generators.current()
-        # If nothing has changed since forward where nothing was seen to change, only the other owners are exchanged.
+        # If nothing has changed since forward where nothing was seen to change, only the other owners are restored.
         is_stable = known.stable is self._stable and not self._received and known.is_stable()
         current_slots = known.read_owners(known.changing_owners if is_stable else known.indices)
         # Dictionaries that were empty when forward started, and are not any more: for example, a hook was added since.
@@ -240,7 +240,7 @@ class StartingState:
                 self._generators.restore(generators)
                 yield others
             finally:
-                if is_stable and not known.is_stable():  # this time forward has changed more than before: put back all
+                if is_stable and not known.is_stable():  # this time forward has changed more than before: restore all
                     current_slots = {index: self._stable[index] for index in known.indices} | current_slots
                 for index, slots in current_slots.items():
                     if not known.owners[index].holds(slots):
@@ -253,7 +253,7 @@ class StartingState:
         """Put the module, the generators and ``others`` into the starting state to run forward again; they stay in it.
 
         ``others``: the arguments that are not tensors, which belong to the caller.  Raises :class:`RuntimeError` if one
-        of them cannot be put back.
+        of them cannot be restored.
         """
         self._parameters.put()
         current_slots = self._known.read_owners(self._known.indices)
@@ -264,7 +264,7 @@ class StartingState:
             if not restore_contents(argument, value):
                 raise RuntimeError(
                     f"{label_of(self._module)} has advanced its argument, a {type(argument).__name__}, which cannot "
-                    "be put back for a recomputation; take the module out of the plan"
+                    "be restored for a recomputation; remove the module from the plan"
                 )
         self._generators.restore()
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _ThisThread(threading.local):
-    """The state of the current thread; the values here are the values outside of any block."""
+    """The state of the current thread; the values here are the values outside any block."""
 
     length: float = math.inf
     """The length of the current input; infinity if it is unknown."""
@@ -30,7 +30,7 @@ class _ThisThread(threading.local):
     recomputing: tuple[nn.Module, ...] = ()
     """The segments that are recomputed, the outermost first."""
     outermost_segment: nn.Module | None = None
-    """The outermost segment that runs; ``None`` outside of segments."""
+    """The outermost segment that runs; ``None`` outside segments."""
     was_started_by_python: bool | None = None
     """Whether Python started the thread, and not autograd's engine; ``None`` until it was asked for."""
     chunk: SequenceChunk | None = None

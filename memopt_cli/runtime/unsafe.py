@@ -1,6 +1,6 @@
 """Segments that turn out to be unsafe: their forward cannot be repeated, or computes other values in chunks.
 
-Such a segment warns, and runs plainly, or in one chunk, from then on; with ``memopt_cli.on_unsafe = "raise"``, its
+Such a segment warns, and is not recomputed, or runs whole, from then on; with ``memopt_cli.on_unsafe = "raise"``, its
 forward fails instead.  A recomputation must do what its forward did, even if the segment has changed in between.  So
 changes are numbered by *moments*, and a recomputation sees only the changes from before its forward
 (:class:`~memopt_cli.runtime.this_thread.as_of`).
@@ -22,7 +22,7 @@ from memopt_cli.runtime.warned import warn_caller
 _moments = itertools.count(1)
 _unrepeatable_count = 0
 _plain_since: MutableMapping[nn.Module, int] = WeakKeyDictionary()
-"""Module that runs plainly -> the moment from which it does."""
+"""Module that runs without recomputation -> the moment from which it does."""
 _whole_since: MutableMapping[nn.Module, int] = WeakKeyDictionary()
 """Module that runs in one chunk instead of several -> the moment from which it does."""
 _reasons: MutableMapping[nn.Module, str] = WeakKeyDictionary()
@@ -81,7 +81,7 @@ def unrepeatable_runs() -> int:
 
 
 def runs_plainly(module: nn.Module) -> bool:
-    """Return whether ``module`` runs plainly; in a recomputation, whether it did when the first run began."""
+    """Return whether ``module`` is not recomputed; in a recomputation, whether it was not when the first run began."""
     return _was_noted(_plain_since, module)
 
 
@@ -96,7 +96,7 @@ def why_whole(module: nn.Module) -> Complaint:
 
 
 def list_warnings(module: nn.Module) -> list[str]:
-    """Return a sentence about each part of ``module`` that runs plainly or whole: its last warning."""
+    """Return a sentence about each part of ``module`` that runs without recomputation, or whole: its last warning."""
     return [f"{_warnings[part]}." for part in module.modules() if part in _warnings]
 
 

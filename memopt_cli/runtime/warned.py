@@ -7,7 +7,7 @@ import warnings
 
 
 def warn_caller(message: str) -> None:
-    """Warn with ``message`` at the innermost line that is outside of PyTorch and memopt."""
+    """Warn with ``message`` at the innermost line that is outside PyTorch and memopt."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "memopt_cli"):
         frame, level = frame.f_back, level + 1

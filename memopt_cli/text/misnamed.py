@@ -66,7 +66,7 @@ def build_hint(weights: str, code_paths: Sequence[str] = (), names: Collection[s
     """
     folder = os.path.dirname(weights) or os.curdir
     if os.path.isfile(os.path.join(folder, "config.json")):
-        return f"Its config.json lies next to it: give the folder, {quoted_path(folder + os.sep)}."
+        return f"Its config.json lies next to it: use the folder, {quoted_path(folder + os.sep)}."
     return f"Name what builds the model: {_defined(weights, code_paths, names) or suggest_weights(weights)}"
 
 
@@ -180,19 +180,19 @@ def file_refusal(path: str, data: bytes) -> tuple[str, str] | None:
     if path.lower().endswith(".onnx"):
         return (
             "is an ONNX graph: it has no modules of PyTorch, and nothing in it can be trained",
-            "Give the model that it was exported from: a file of torch.save(model, path), or build.py:build.",
+            "Use the model that it was exported from: a file of torch.save(model, path), or build.py:build.",
         )
     if data.startswith(b"PK"):
         return _archive_refusal(data)
     if path.endswith(".json"):
         folder, name = os.path.split(path)
         folder_text = quoted_path(os.path.join(folder or os.curdir, ""))
-        return "is JSON, not a saved model", f"Give its folder, {folder_text}." if name == "config.json" else ""
+        return "is JSON, not a saved model", f"Use its folder, {folder_text}." if name == "config.json" else ""
     if path.endswith(".plan.yaml"):
         hint = f"Name the model that it is for: `memopt apply MODEL {quoted_path(path)} --verify`."
         return "is a plan, not a saved model", hint
     if path.endswith((".yaml", ".yml")):
-        return "is YAML, not a saved model", "Give a file of torch.save(model, path), or build.py:build."
+        return "is YAML, not a saved model", "Use a file of torch.save(model, path), or build.py:build."
     if path.endswith(".py"):
         builder = quoted_path(_builder_at(path) or f"{path}:NAME")
         hint = f"Name a function or class in it that makes the model without arguments: {builder}. {definitions(path)}"

@@ -14,8 +14,8 @@ from memopt_cli.errors import OptionError, for_message
 from memopt_cli.text.values import Amount, Choice, Offload, Real, Size, ValueKind, Whole
 
 ARGUMENTS: Final = "Arguments"
-ANSWER: Final = "What fits"
-GATE: Final = "The gate"
+ANSWER: Final = "Batch and memory"
+BASELINE: Final = "Baseline and limits"
 INPUTS: Final = "The inputs"
 SEARCH: Final = "The search"
 OUTPUT: Final = "Output"
@@ -23,9 +23,9 @@ LOADING: Final = "Loading the model"
 STEP: Final = "The training step"
 RANKS: Final = "Many ranks"
 OTHERS: Final = "Other options"
-FINE: Final = "Finer limits of the search"
+FINE: Final = "Search limits as in SpikingJelly"
 
-GROUPS: Final = (ARGUMENTS, ANSWER, GATE, INPUTS, SEARCH, OUTPUT, LOADING, STEP, RANKS, OTHERS, FINE)
+GROUPS: Final = (ARGUMENTS, ANSWER, BASELINE, INPUTS, SEARCH, OUTPUT, LOADING, STEP, RANKS, OTHERS, FINE)
 """The groups of options in the order of help, most needed first."""
 
 TableFormat = Literal["table", "json", "md"]
@@ -131,8 +131,8 @@ _BASE: Final[dict[str, Option]] = {
         risk="data",
     ),
     "optimizer_in_backward": Option(
-        "Let plans run --optimizer in backward: each gradient is used and freed as soon as it is complete. The script "
-        "must then not clip, accumulate or scale gradients, or read .grad.",
+        "Let plans update each parameter in backward, with --optimizer, as soon as its gradient is complete, and free "
+        "the gradient. The script must then not clip, accumulate or scale gradients, or read .grad.",
         STEP,
     ),
     "accumulate": Option(
@@ -260,8 +260,8 @@ _BASE: Final[dict[str, Option]] = {
         risk="data",
     ),
     "allow_inexact": Option(
-        "Let each chunk use its own batch statistics where the whole batch's are not available. The summary names "
-        "the modules.",
+        "Allow plans that change results: a batch norm may use the statistics of each chunk where it cannot use the "
+        "whole batch's. The summary names the modules.",
         SEARCH,
     ),
     "offload": Option(
@@ -289,8 +289,8 @@ _BASE: Final[dict[str, Option]] = {
         default="none",
     ),
     "prefer": Option(
-        "Short for two flags. speed: --profile safe --checkpoint-budget speed. balanced and memory: both flags with "
-        "that name.",
+        "Short for --profile and --checkpoint-budget. speed sets safe and speed; balanced and memory set both to that "
+        "name.",
         FINE,
         "NAME",
         _BUDGETS,
@@ -341,7 +341,7 @@ _BASE: Final[dict[str, Option]] = {
     "warmup_in_profile_workers": Option(
         "Take a warm-up step before the timed ones.", FINE, default="on, or what --profile sets"
     ),
-    # -------------------------------------------------------------------------------------------- what fits
+    # -------------------------------------------------------------------------------------------- batch and memory
     "memory": Option(
         "Memory that a step may use; % of the GPU's free memory, or on the CPU of the machine's.",
         ANSWER,
@@ -377,8 +377,8 @@ _BASE: Final[dict[str, Option]] = {
         risk="file",
     ),
     "strategy": Option(
-        "Tabulate memory over the time steps of --dim T=LOW:HIGH instead, for bptt, plan (--plan, or searched) and "
-        "online learning.",
+        "Instead, print a table of memory by number of time steps (--dim T=LOW:HIGH) for each of these: bptt, plan "
+        "(--plan, or searched), online.",
         ANSWER,
         "NAME,...",
         python="",
@@ -408,13 +408,13 @@ _BASE: Final[dict[str, Option]] = {
         python="",
         risk="file",
     ),
-    # -------------------------------------------------------------------------------------------- the gate
-    "baseline": Option("A file that memopt baseline wrote.", GATE, "FILE", common=True, risk="file"),
+    # -------------------------------------------------------------------------------------------- baseline and limits
+    "baseline": Option("A file that memopt baseline wrote.", BASELINE, "FILE", common=True, risk="file"),
     "fail_on": Option(
         "How much a metric may grow over the baseline: peak:5% or peak:64MiB (the tensor peak), allocated:1% (the "
         "allocated peak), step:20%, offloaded:5% (bytes that wait elsewhere), or a category of the tensor peak: "
         "activations:0. Repeatable.",
-        GATE,
+        BASELINE,
         "METRIC:LIMIT",
         default="peak:0",
         common=True,
@@ -464,7 +464,7 @@ _BASE: Final[dict[str, Option]] = {
         "With --ranks or --for: write the plan without verification, if the model does not fit here.", OUTPUT
     ),
     "recommend_batch": Option(
-        "Run steps to find the largest batch that fits with the plan, or recommend none.",
+        "Measure the largest batch that fits with the plan, or look for none.",
         OUTPUT,
         default="predicted by dry runs",
         flags=("--recommend-batch/--no-recommend-batch",),
@@ -472,7 +472,7 @@ _BASE: Final[dict[str, Option]] = {
     "html": Option("Also write a report as one HTML file. Needs memopt[html].", OUTPUT, "FILE", common=True, python=""),
     "snapshot": Option("Also write the step as a snapshot for pytorch.org/memory_viz.", OUTPUT, "FILE", python=""),
     "format": Option(
-        f"{', '.join(get_args(ReportFormat))} (annotations, and $GITHUB_STEP_SUMMARY if set).",
+        f"{', '.join(get_args(ReportFormat))}. github writes annotations, and $GITHUB_STEP_SUMMARY if that is set.",
         OUTPUT,
         "NAME",
         common=True,
@@ -484,7 +484,7 @@ _BASE: Final[dict[str, Option]] = {
     "verbose": Option("Show details, and tracebacks of errors.", OUTPUT, kind="verbose", flags=("-v", "--verbose")),
     # -------------------------------------------------------------------------------------------- the rest
     "apply.verify": Option(
-        "First compare several steps with the original's; a step of your own is only compared.",
+        "First compare several steps with the original's; your own step is only compared.",
         common=True,
         python="verify",
     ),
@@ -580,7 +580,7 @@ def check_option(name: str, value: object, kind: ValueKind | None = None) -> Any
     try:
         return checked.check(value)
     except ValueError as refusal:
-        raise OptionError(f"{name} is {for_message(value)}", hint=f"Give {refusal}.") from None
+        raise OptionError(f"{name} is {for_message(value)}", hint=f"Use {refusal}.") from None
 
 
 def check_option_if_given(name: str, value: object) -> Any:

@@ -32,10 +32,10 @@ def parse_bytes(text: str, *, needs_unit: bool = False, may_be_share: bool = Fal
         raise UsageError(f"{shorten(text)} has no unit", hint=hint)
     factor = _FACTORS.get((match.group(2) or "B").lower()) if match else None
     if match is None or factor is None:
-        raise UsageError(f"{shorten(text)} is not a memory size", hint="Write for example 24GiB or 512MB.")
+        raise UsageError(f"{shorten(text)} is not a memory size", hint="For example: 24GiB or 512MB.")
     digits = match.group(1)
     if len(digits) > MAX_DIGITS or (size := int(Fraction(digits) * factor)) >= 2**63:
-        raise UsageError(f"{shorten(text)} is more memory than any device has", hint="Write for example 24GiB.")
+        raise UsageError(f"{shorten(text)} is more memory than any device has", hint="For example: 24GiB.")
     return size
 
 
@@ -125,5 +125,5 @@ def parse_percent(text: str) -> float | None:
         return None
     share = float(match.group(1)) / 100
     if not 0 < share <= 1:
-        raise UsageError(f"{shorten(text)} is not a percentage between 0 and 100", hint="Write for example 90%.")
+        raise UsageError(f"{shorten(text)} is not a percentage between 0 and 100", hint="For example: 90%.")
     return share

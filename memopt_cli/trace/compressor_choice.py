@@ -50,7 +50,7 @@ class ContentsReader:
         return best, min_bytes
 
     def compressor_of_saved(self, tensor: Tensor) -> tuple[CompressorName, int]:
-        """Return the compressor that packing outside of segments chooses for ``tensor``, and its packed bytes."""
+        """Return the compressor that packing outside segments chooses for ``tensor``, and its packed bytes."""
         with outside_of_step():
             compressor = compressor_for(tensor)
             packed = compressor.compress(tensor) if compressor else None
@@ -87,8 +87,8 @@ def with_contents(full: StepTrace, small: StepTrace) -> tuple[StepTrace, str]:
     full = replace(full, modules=modules)
     if not _ran_alike(full, small):
         return full, (
-            "a step of a few samples differs from the full one in operators, so it is not known whether saved tensors "
-            "can be packed: they are assumed not to be"
+            "a step of a few samples runs other operators than the full step, so memopt cannot tell which saved "
+            "tensors can be packed, and assumes that none can"
         )
     small_storages = (small.storages[index] for index in _comparable_storages(small))
     pairs = dict(zip(_comparable_storages(full), small_storages, strict=True))

@@ -170,7 +170,7 @@ def module_stack(model: nn.Module) -> Iterator[Callable[[], str]]:
     path_of: dict[int, str] = {id(module): path for path, module in named_parts(model)}
 
     def running() -> str:
-        # In backward the stack is empty, but a segment may recompute operators outside of its inner modules.
+        # In backward the stack is empty, but a segment may recompute operators outside its inner modules.
         segment = recomputing_module()
         if segment is not None and not stack:
             return path_of.get(id(segment), "")

@@ -44,7 +44,7 @@ class ModuleNotes:
     """Pairs of an input of the running call and its version when the call began."""
 
     def enter(self, module: nn.Module, inputs: list[Tensor], contents: ContentsReader | None) -> None:
-        """Note that forward of ``module`` begins on ``inputs``."""
+        """Note that a forward pass of ``module`` begins on ``inputs``."""
         if not self.calls and inputs:
             self.input_shape, self.first_input_bytes = tuple(inputs[0].shape), inputs[0].nbytes
         self.calls += 1

@@ -66,7 +66,7 @@ class LoggedOp:
     record: OpTrace
     """Record of the operator; the storages that it makes are added once the step has ended."""
     call: int | None
-    """In backward, index of the differentiated call (-1 outside of modules); ``None`` outside of backward."""
+    """In backward, index of the differentiated call (-1 outside modules); ``None`` outside backward."""
 
 
 class StepLog(StorageLog):
@@ -78,12 +78,12 @@ class StepLog(StorageLog):
         self.ops: list[LoggedOp] = []
         self.calls: list[CalledModule] = []
         self._innermost = -1
-        """Index of the innermost call that is running; -1 outside of calls."""
+        """Index of the innermost call that is running; -1 outside calls."""
         self._path_of: dict[int, str] = {}
         self._call_from_node: list[tuple[int, int]] = [(0, -1)]
         """Pairs of a node's number and the innermost call from that node on, in order."""
         self.op_of_node: dict[int, int] = {}
-        """Number of a node of autograd -> the operator of forward that made it."""
+        """Number of a node of autograd -> the forward operator that made it."""
         self.savers: dict[int, dict[int, None]] = defaultdict(dict)
         """Storage -> numbers of the nodes of autograd that hold it, in order (a dictionary as an ordered set)."""
         self.packed: dict[int, tuple[CompressorName, int]] = {}

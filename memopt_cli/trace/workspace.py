@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from operator import ne
 
 ASIDE_LABEL = "memopt: set aside"
-"""Label in a profile for code outside of the step: its operators and memory do not count."""
+"""Label in a profile for code outside the step: its operators and memory do not count."""
 MIN_BYTES = 1 << 16
 """Minimum bytes of a workspace that is counted."""
 

@@ -1,1 +1,1 @@
-"""A training step as people take it (loss, precision, optimizer, a step of their own), and plans on its model."""
+"""A training step as people take it (loss, precision, optimizer, their own step), and plans on its model."""

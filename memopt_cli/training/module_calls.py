@@ -26,7 +26,7 @@ from memopt_cli.runtime.tree import tensors_of
 from memopt_cli.text.units import dtype_name, format_shape
 
 _HINTS: Final = {
-    "more than 1 value per channel": "Batch normalization trains on several samples: give a batch of at least 2.",
+    "more than 1 value per channel": "Batch normalization trains on several samples: use a batch of at least 2.",
     "positional arguments but": "Each input is an argument of forward: leave targets out, and use them in the loss, "
     "`--loss file.py:function`.",
     "Sizes of tensors must match except in dimension": "The model joins tensors of different sizes. If it "
@@ -34,7 +34,7 @@ _HINTS: Final = {
     "else check the sizes of the inputs.",
 }
 """Words of an error -> the hint on it."""
-GIVE_ACCEPTED: Final = "Give inputs that the model accepts, one for each argument of forward."
+GIVE_ACCEPTED: Final = "Use inputs that the model accepts, one for each argument of forward."
 _OF_INPUTS: Final = re.compile(
     r"shape|size|d-?type|scalar type|dimension|argument|input|out of range|channels|\b\dD\b|expected", re.IGNORECASE
 )
@@ -63,7 +63,7 @@ def module_hooks(
 ) -> Iterator[None]:
     """Call ``enter(path, module, (args, kwargs))`` and ``leave(path, module, output)`` around every module's forward.
 
-    With ``always_leave``, ``leave`` is called even if forward raised.  ScriptModules run in an interpreter of their own
+    With ``always_leave``, ``leave`` is called even if forward raised.  ScriptModules run in their own interpreter
     and are not seen.
     """
     # A segment that recomputes after the block still runs the hooks that its first forward saw: is_over ends them.
@@ -143,8 +143,8 @@ def one_step_noted(model: nn.Module, report: Report) -> Iterator[None]:
     if calls and max(calls.values()) == 1:
         report(
             "The step that was run is of one time step: it calls each spiking neuron once. If your script loops over "
-            "time steps, memory, time and the batch that fits are those of one turn of the loop, not of training. Give "
-            "memopt the whole loop as a step of your own, as docs/spiking.md shows."
+            "time steps, memory, time and the batch that fits are those of one turn of the loop, not of training. Pass "
+            "memopt the whole loop as your own step, as docs/spiking.md shows."
         )
 
 
@@ -185,7 +185,7 @@ def failed_step(error: Exception, model: nn.Module) -> StepError:
     if not stack:
         return StepError(
             f"the step failed: {first_line(error)}{raised_at(error)}",
-            hint="Give one `-i` for each argument of forward, or of run.",
+            hint="Use one `-i` for each argument of forward, or of run.",
         )
     last = stack[-1]
     path, kind = _own_path(last, model), type(last.module).__name__
@@ -208,7 +208,7 @@ def _mapping_hint(error: Exception, model_inputs: Any) -> str:
     if not (isinstance(error, TypeError) and len(positional) > 1 and isinstance(positional[0], Mapping)):
         return ""
     return (
-        f"The inputs are {len(positional)} positional arguments, and the first is a dictionary. Give that alone, and "
+        f"The inputs are {len(positional)} positional arguments, and the first is a dictionary. Pass that alone, and "
         "its entries are passed by name; leave targets out, and use them in the loss, `--loss file.py:function`."
     )
 
@@ -237,7 +237,7 @@ def _own_path(call: RunningCall, model: nn.Module) -> str:
 def raised_at(error: BaseException) -> str:
     """Return the innermost line of ``error`` in the user's own code: `` (net.py, line 8)``.
 
-    If there is none, return the innermost line outside of torch and memopt; empty for a SyntaxError, whose text names
+    If there is none, return the innermost line outside torch and memopt; empty for a SyntaxError, whose text names
     its line.
     """
     frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__) if not _is_ours(frame)]

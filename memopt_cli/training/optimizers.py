@@ -50,7 +50,7 @@ def _make_named(choice: NamedOptimizer, model: nn.Module) -> Optimizer:
     except ValueError as err:
         raise UsageError(
             f"{choice.class_name} refuses the model's parameters: {first_line(err)}",
-            hint="Name another `--optimizer`, or a function of your own that passes it the parameters that it takes.",
+            hint="Name another `--optimizer`, or your own function that passes it the parameters that it takes.",
         ) from err
 
 

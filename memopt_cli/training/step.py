@@ -1,4 +1,4 @@
-"""The training step: forward, loss, backward, clipping, and the optimizer if asked for.
+"""The training step: forward, loss, backward, clipping, and the optimizer if requested.
 
 Everything that runs a model (recording, measuring, verifying) does so through this module, so that all of it means the
 same step.
@@ -46,7 +46,7 @@ _FIND_NAN = "torch.autograd.set_detect_anomaly(True) in the script shows where t
 
 _NO_PARAMETERS_HINT = (
     "The model has no parameters, so no loss can train it. torch.jit.freeze turns weights into constants, and "
-    "quantization into integers: give the model as it was before. A part without parameters is optimized with the "
+    "quantization into integers: use the model as it was before. A part without parameters is optimized with the "
     "model that it belongs to, or by inputs that require gradients."
 )
 
@@ -96,7 +96,7 @@ class TrainingStep:
                 raise
         if self.scaler is not None:
             roots, cotangents = _scale_loss(self.scaler, roots, cotangents)
-        torch.autograd.backward(roots, cotangents)  # outside of autocast, as PyTorch advises
+        torch.autograd.backward(roots, cotangents)  # outside autocast, as PyTorch advises
 
     def unscale_and_clip(self) -> None:
         """Unscale the gradients if the step scales its loss, then clip them if it clips."""
@@ -446,7 +446,7 @@ def _require_gradient(tensors: list[Tensor], what: str) -> None:
     if not any(t.requires_grad for t in tensors):
         raise StepError(
             f"{what} has nothing to differentiate: no floating tensor in it depends on a parameter",
-            hint="Give a differentiable loss with `--loss file.py:function`, or check that parameters require "
+            hint="Use a differentiable loss with `--loss file.py:function`, or check that parameters require "
             "gradients; a part without parameters is optimized with the model that it belongs to, or by inputs that "
             "require gradients.",
         )

@@ -17,7 +17,7 @@ from memopt_cli.runtime.module_state import RUNS_KEY
 from memopt_cli.runtime.private_torch import buffers_of
 from memopt_cli.training.optimizers import closure_refusal, wants_closure
 
-_EXAMPLE = 'Write for example memopt_cli.Step(models={"net": net}, optimizers=[optimizer], run=train_step).'
+_EXAMPLE = 'For example: memopt_cli.Step(models={"net": net}, optimizers=[optimizer], run=train_step).'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -179,7 +179,7 @@ class _SteppingCopy:
     """A copy of the model that takes one step after another.
 
     Each step begins with the state in which the last step ended, detached from its graph.  This state is restored
-    first: the two copies share what lies outside of them, such as a global dictionary of membranes, and the other copy
+    first: the two copies share what lies outside them, such as a global dictionary of membranes, and the other copy
     has changed it meanwhile.
     """
 

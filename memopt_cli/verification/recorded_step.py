@@ -49,7 +49,7 @@ def verify_step(
     in float64, to :data:`TOLERANCE`; there the model's own casts to float32 do not round.  In segments that the user
     allowed to be inexact, batch norms have fixed statistics during the comparison: everything else must agree.
 
-    ``install`` and ``remove`` put the plan on the model and take it off.  With ``resize``, a few more steps follow
+    ``install`` and ``remove`` put the plan on the model and remove it.  With ``resize``, a few more steps follow
     (:func:`memopt_cli.verification.further_steps.follow`).  ``original_step_s`` are the seconds of a step
     at the requested size, if this one is smaller.
     """
@@ -175,6 +175,6 @@ def _noise(first: dict[str, Tensor], second: dict[str, Tensor], device: str) -> 
         raise StepError(
             f"the original's own step is not repeatable: {worst.name} differs between two runs from one seed",
             hint="Draw random numbers from PyTorch's, NumPy's or Python's global generators, which memopt seeds; "
-            "a step of your own must take all its data from its inputs.",
+            "your own step must take all its data from its inputs.",
         )
     return 2 * worst.relative

@@ -101,7 +101,7 @@ def _enlarge(sizes: Sizes, cuts: Observe) -> Iterator[Sizes]:
 def _growths_needed(length: int, growth: int, chunks: int) -> int:
     """Return the number of times that ``length`` must grow by ``growth`` to give ``chunks``, uneven if possible.
 
-    0: ``length`` gives them already, or does not grow.
+    Return 0 if ``length`` gives them already, or does not grow.
     """
     if growth <= 0:
         return 0

@@ -19,7 +19,7 @@ from memopt_cli.trace import count_step
 from memopt_cli.training.step import TrainingStep
 from tests.zoo.models import Parts
 
-PLAN_OR_PATH = "Give a memopt_cli.Plan, such as the .plan of a result, or the path of its file."
+PLAN_OR_PATH = "Pass a memopt_cli.Plan, such as the .plan of a result, or the path of its file."
 
 
 @pytest.mark.parametrize(("given", "told"), [(None, "None"), (3, "3"), ({}, "a dict"), (nn.Linear, "the class Linear")])
@@ -135,7 +135,7 @@ def test_what_has_no_plain_form_is_named() -> None:
     )
     head = memopt_cli.export_plan(given).partition('"""')[0]
     assert [line.removeprefix("# ") for line in head.splitlines() if line.startswith("# - ")] == [
-        "- what is saved for backward outside of segments is not packed",
+        "- what is saved for backward outside segments is not packed",
         "- blocks.0: run whole, not in 4 chunks",
         "- blocks.0: its input is stored as it is, not packed (bit)",
         "- blocks.1: recomputes outputs that the plan keeps (aten::addmm)",

@@ -285,7 +285,7 @@ def test_a_plan_that_goes_missing_fails_a_check(x: Tensor, tmp_path: Path) -> No
 def test_a_plan_that_the_model_carries_is_replaced(x: Tensor) -> None:
     model = memopt_cli.apply_plan(made(), memopt_cli.Plan(segments=(memopt_cli.SegmentPlan(path="0"),)))
     found = memopt_cli.optimize(model, x, level=1, max_slowdown=math.inf)
-    assert "The model carried a plan already; it was taken off first." in found.summary.notes
+    assert "The model carried a plan already; it was removed first." in found.summary.notes
     assert memopt_cli.plan_of(model) == found.plan
 
 
@@ -394,7 +394,7 @@ def test_a_subprocess_has_the_time_that_is_given(
     with pytest.raises(MeasurementError) as error:
         call(made_step if name == "optimize_step" else made(), (x,), timeout=7)
     assert error.value.message.endswith("the step ran past its time limit of 7 s")
-    assert error.value.hint == "Raise timeout, or give smaller inputs."
+    assert error.value.hint == "Raise timeout, or use smaller inputs."
 
 
 def made_step() -> memopt_cli.Step:

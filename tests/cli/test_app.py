@@ -67,7 +67,7 @@ def test_a_missing_module_is_named_with_the_line_that_imports_it(
     diagnostics = capfd.readouterr().err
     line = len(code.splitlines())
     assert diagnostics.startswith(f"error: train.py, line {line}, imports requets, which is not installed\n")
-    assert "If you trust that code, install what it needs" in diagnostics
+    assert "If you trust that code, install the package that provides it" in diagnostics
     assert "pip" not in diagnostics
 
 

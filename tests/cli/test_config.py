@@ -82,7 +82,7 @@ def test_a_found_file_names_no_file_elsewhere(
     assert main([command, "model.pt"]) == (2 if "\0" in where else 4)
     diagnostics = capsys.readouterr().err
     assert f"memopt.yaml: the value of {key} has control characters: 'a\\x00b'" in diagnostics or (
-        f"memopt.yaml in this folder sets '{key}' to a path outside of it: {where}" in diagnostics
+        f"memopt.yaml in this folder sets '{key}' to a path outside it: {where}" in diagnostics
         and "hint: If the file is yours, add --config memopt.yaml." in diagnostics
     )
 

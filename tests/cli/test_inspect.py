@@ -118,7 +118,7 @@ def test_code_is_run_by_another_command(memopt: Memopt) -> None:
     Path("train.py").write_text("def make_model(): ...")
     done = memopt("inspect", "train.py:make_model")
     assert (done.code, done.changed) == (2, set())
-    assert done.err.endswith("hint: Give a saved file, or run the model: memopt profile train.py:make_model\n")
+    assert done.err.endswith("hint: Use a saved file, or run the model: memopt profile train.py:make_model\n")
 
 
 def test_a_file_with_many_parts_lists_the_largest_parts(memopt: Memopt) -> None:

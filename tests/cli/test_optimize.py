@@ -293,7 +293,7 @@ def test_a_file_that_runs_code_must_be_named(
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--budget lots", "'lots' is not a memory size. Write for example 24GiB or 512MB."),
+        ("--budget lots", "'lots' is not a memory size. For example: 24GiB or 512MB."),
         ("--budget -5%", "'-5%' is not a memory size"),
         ("--budget 150%", "'150%' is not a percentage between 0 and 100"),
         ("--budget 0MiB", "'0MiB' is not an amount that something fits into: 24GiB, 512MB or 60%"),

@@ -112,7 +112,7 @@ def test_a_found_file_names_cards_and_files_beside_it(
     assert [request.card for request in requests] == [CARDS["rtx4090"]]
     Path("memopt.yaml").write_text("for: ../mine.yaml\n")
     assert main(["profile", "model.pt"]) == 4
-    assert "to a path outside of it" in capsys.readouterr().err
+    assert "to a path outside it" in capsys.readouterr().err
 
 
 @pytest.mark.slow

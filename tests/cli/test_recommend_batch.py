@@ -179,7 +179,7 @@ def test_a_config_file(requests: list[BatchRequest]) -> None:
         (["--dim", "S=128:"], "not NAME=LOW:HIGH"),
         (["--dim", "S=128:64"], "is empty"),
         (["--dim", "S=0:64"], "the range S=0:64 begins below 1\nhint: LOW must be at least 1 in S=LOW:HIGH."),
-        (["--dim", "S=0"], "dimension S has size 0\nhint: Give it a size of at least 1."),
+        (["--dim", "S=0"], "dimension S has size 0\nhint: Use a size of at least 1."),
         (["--dim", "S=1:2", "--dim", "T=1:2"], "two dimensions have a range"),
         (["--dim", "S=1:2", "--dim", "S=8"], "two sizes"),
         (["--level", "2"], "--level"),

@@ -162,7 +162,7 @@ _CHANGES = {
 CASES = (
     *_CHANGES,
     "a pickle in capitals",
-    "a pickle outside of the folder",
+    "a pickle outside the folder",
     "a tensor created and filled",
     "source lines that are not there",
     "source lines of no length",
@@ -178,7 +178,7 @@ def scripts() -> dict[str, tuple[bytes, str]]:
     wide = records["data.pkl"].replace(_SHAPE, b"(M\x00\x20t(K\x01t")
     capitals = {"DATA.pkl" if name == "data.pkl" else name: data for name, data in records.items()}
     found["a pickle in capitals"] = zipped({**capitals, "DATA.pkl": wide}), "data.pkl"
-    found["a pickle outside of the folder"] = _beside(records, wide), "two records"
+    found["a pickle outside the folder"] = _beside(records, wide), "two records"
     found["a tensor created and filled"] = (
         zipped({**records, "data.pkl": _filled(wide)}),
         f"steps of {CLASS}.Plain is not of type Tensor",

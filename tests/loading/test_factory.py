@@ -95,7 +95,7 @@ def test_a_script_that_trains_where_it_is_imported_is_stopped_before_it_saves(fo
     with pytest.raises(MemoptError, match="imported trains a model"):
         UserCode(("user_training.py",)).run_scripts()
     net = nn.Linear(2, 3)
-    torch.optim.SGD(net.parameters(), 0.1).step()  # outside of the import
+    torch.optim.SGD(net.parameters(), 0.1).step()  # outside the import
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_script_that_writes_over_a_file_where_it_is_imported_is_stopped(folder
         load_model(ModelSource(location="user_saving.py:make", weights="w.pth"))
     assert Path("w.pth").read_bytes() == before
     assert Path("new.pth").exists()
-    torch.save(1, "w.pth")  # outside of the import
+    torch.save(1, "w.pth")  # outside the import
     (folder / "user_building.py").write_text(
         "import torch\ndef make():\n    torch.save(1, 'w.pth')\n    return torch.nn.ReLU()"
     )
@@ -355,7 +355,7 @@ def test_a_model_with_its_code_is_given_as_the_model(folder: Path, kind: str) ->
         torch.export.save(torch.export.export(nn.Linear(2, 3), (torch.ones(1, 2),)), "whole.pt")
     with pytest.raises(FileFormatError, match=f"{kind}: a model with its code") as error:
         load_model(ModelSource(location="user_factory:make", weights="whole.pt"))
-    assert error.value.hint == "Give whole.pt as the model, without `--weights`."
+    assert error.value.hint == "Use whole.pt as the model, without `--weights`."
 
 
 @pytest.mark.parametrize("as_weights", [False, True])
@@ -388,7 +388,7 @@ def test_the_key_of_an_optimizer_names_the_entry_that_holds_the_weights(
         source = ModelSource(location="user_factory:make", weights="last.pt", key="optimizer")
     with pytest.raises(UsageError, match=f"of last.pt .* the model's weights are in '{weights}'") as error:
         load_model(source)
-    assert error.value.hint == f"Give `--key {weights}`, or leave `--key` out."
+    assert error.value.hint == f"Use `--key {weights}`, or leave `--key` out."
 
 
 def test_several_state_dicts_none_of_which_fits(folder: Path) -> None:

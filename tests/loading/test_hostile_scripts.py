@@ -157,7 +157,7 @@ def test_weights_that_share_a_record_share_its_memory(tmp_path: Path) -> None:
 
 def test_an_archive_has_one_record_of_each_name_with_and_without_its_folder() -> None:
     with pytest.raises(MemoptError, match="two records"):
-        Archive(hostile()["a pickle outside of the folder"][0], "model.ts")
+        Archive(hostile()["a pickle outside the folder"][0], "model.ts")
 
 
 def test_casts_of_real_models_are_kept() -> None:

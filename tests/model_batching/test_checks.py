@@ -132,8 +132,8 @@ def test_a_module_of_ones_own_may_use_them(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize(
     ("call", "reason"),
     [
-        (lambda: merge_batch(X.flatten(0, 1), "(g b)"), "leaves the number of models open"),
-        (lambda: merge_batch(X[0, 0]), "leaves the number of models open"),
+        (lambda: merge_batch(X.flatten(0, 1), "(g b)"), "does not show the number of models"),
+        (lambda: merge_batch(X[0, 0]), "does not show the number of models"),
         (lambda: merge_batch(X, "bg"), "unknown data order 'bg'"),
         (lambda: split_batch(X.flatten(0, 1), 5), "does not hold 5 models"),
         (lambda: inner_batch_size(X.flatten(0, 1), 5), "does not hold 5 models"),

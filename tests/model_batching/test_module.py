@@ -136,7 +136,7 @@ def test_one_state_dictionary_goes_into_every_model_and_missing_ones_are_zero() 
     assert "batch_strict=False" in few.value.hint
     with pytest.raises(UsageError, match="4 state dictionaries for 3 models") as many:
         batched.load_state_dicts([state] * 4, batch_strict=False)
-    assert many.value.hint == "Give one for all models, or one for each."
+    assert many.value.hint == "Pass one for all models, or one for each."
     with pytest.raises(UsageError, match=r"same keys: 0\.bias"):
         batched.load_state_dicts([state, {k: v for k, v in state.items() if k != "0.bias"}, state])
 

@@ -438,5 +438,5 @@ def test_a_model_of_which_no_weight_is_tagged_warns() -> None:
     ],
 )
 def test_unknown_settings_are_refused(make: Callable[[nn.Module], OnlineAlgorithm]) -> None:
-    with pytest.raises(UsageError, match="Give"):
+    with pytest.raises(UsageError, match="Pass"):
         make(lif_net())

@@ -114,4 +114,4 @@ def test_wrong_arguments_of_cells_are_refused(make: Callable[[], object], messag
     with pytest.raises(UsageError, match=message) as raised:
         make()
     assert isinstance(raised.value, MemoptError)
-    assert str(raised.value.hint).startswith("Give")
+    assert str(raised.value.hint).startswith("Pass")

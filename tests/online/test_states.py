@@ -96,7 +96,7 @@ def test_environment() -> None:
 def test_what_is_no_setting(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message) as raised:
         environ.set(**settings)
-    assert str(raised.value.hint).startswith("Give")
+    assert str(raised.value.hint).startswith("Pass")
     with pytest.raises(UsageError, match="environ has no setting 'DT'"):
         environ.set(DT=1.0)
     assert (environ.mode, environ.dt) == (None, 1.0)

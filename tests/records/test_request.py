@@ -106,7 +106,7 @@ def recommending(**asked: Any) -> BatchRequest:
         ({"card": CARD, "search": searching()}, "`--search` needs steps that run, but no step runs for t4"),
         ({"fake": True, "objective": "throughput"}, "`--objective throughput` needs steps that run, .* without data"),
         ({"layouts": (LAYOUT,), "longest_step_s": 3.0}, "`--longest-step` needs steps .* on many ranks"),
-        ({"layouts": (LAYOUT,)}, "the memory of a rank's device is not known"),
+        ({"layouts": (LAYOUT,)}, "memopt cannot tell the memory of a rank's device"),
         ({"layouts": (LAYOUT,), "card": CARD, "global_batch": 8}, "`--global-batch` cannot be used with `--ranks`"),
         ({"strategies": ("bptt",)}, "`--strategy` tabulates memory over time steps"),
         ({"strategies": ("bptt",), "dim_range": RANGE, "plan_path": "p.yaml"}, "does not use `--plan`"),

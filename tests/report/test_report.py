@@ -164,7 +164,7 @@ level  plan                                       measured   step  predicted  st
 1      1 segment (1 packed)                  out of memory         310.0 MiB
 3 *    1 recomputed, 2 in chunks (2 packed)      294.6 MiB  1.37×  310.0 MiB        293.6 MiB   194.6 MiB  1.49 s
 
-* level 3 is applied; 4 was asked for
+* level 3 is applied; 4 was requested
 level 1: out of memory (limit 400 MiB)
 level 3: the plan of level 2
 verified: 83 tensors equal bit for bit, at batch 4
@@ -231,8 +231,8 @@ def test_the_figure_of_one_step_promises_nothing_of_later_ones(summary: MemOptSu
 def test_a_step_that_rounding_changes_by_more_than_half_of_the_digits_is_told(summary: MemOptSummary) -> None:
     assert summary.verification is not None
     said = (
-        "as measured, a tensor differs by 3.4% of its norm: rounding in chunks tips choices, such as a spike or a "
-        "ReLU's sign, and two training runs drift apart; "
+        "as measured, a tensor differs by 3.4% of its norm: rounding in chunks can flip a spike or the sign of a "
+        "ReLU's input, so two training runs drift apart; "
     )
     for passed, count in ((True, 1), (False, 0)):
         summary.verification = replace(summary.verification, exact=False, passed=passed, rounding=0.034)
@@ -249,7 +249,7 @@ def test_a_difference_of_parameters_in_bfloat16_is_put_down_to_their_rounding(su
 
 
 def test_a_peak_that_depends_on_the_data_is_said_to_do_so(summary: MemOptSummary) -> None:
-    said = "the peak depends on the data: segments packed as sparse take more memory"
+    said = "the peak depends on the data: inputs packed as sparse take more memory"
     assert said not in shown(TextReport(), result(summary))
     summary.plan = Plan(segments=(SegmentPlan(path="features.0", compressor="sparse"),))
     assert said in shown(TextReport(), result(summary))
@@ -415,7 +415,11 @@ def test_another_search_is_told_how_to_replace_the_files_that_were_written(
 @pytest.mark.parametrize(
     ("is_limited", "is_measured", "said"),
     [
-        (True, False, "batch: up to about 37 predicted to fit, 7.9 GiB of 8.0 GiB; --recommend-batch runs it"),
+        (
+            True,
+            False,
+            "batch: up to about 37 should fit, 7.9 GiB of 8.0 GiB (predicted); --recommend-batch measures it",
+        ),
         (
             True,
             True,
@@ -424,7 +428,7 @@ def test_another_search_is_told_how_to_replace_the_files_that_were_written(
         (
             False,
             False,
-            "batch: about 37 predicted to fit into 8.0 GiB; --recommend-batch finds one by runs",
+            "batch: about 37 should fit into 8.0 GiB (predicted); --recommend-batch measures it",
         ),
     ],
 )
@@ -463,7 +467,7 @@ def test_a_model_that_stays_as_it_is_has_no_plan_applied(budget: int | None, sai
     unchanged = replace(summary, levels=rows, budget_bytes=budget, plan=Plan())
     lines = shown(DETAILED, result(unchanged)).splitlines()
     assert lines[0] == said
-    assert "* no plan is applied; 4 was asked for" in lines
+    assert "* no plan is applied; 4 was requested" in lines
 
 
 class Terminal(io.StringIO):
@@ -523,7 +527,7 @@ def test_the_headline_says_how_far_apart_rounding_leaves_tensors(
         (None, "not verified"),
         (
             replace(VERIFIED, exact=False, precision="fp64", tolerance=1e-9, batch=1, full_size=False),
-            "verified: 83 tensors equal within 1e-09 in float64, at batch 1, not the size that was asked for",
+            "verified: 83 tensors equal within 1e-09 in float64, at batch 1, not the requested size",
         ),
         (
             replace(VERIFIED, batch=1, full_size=False, dims={"T": 5}, measured=MEASURED),
@@ -555,8 +559,8 @@ def test_the_headline_says_how_far_apart_rounding_leaves_tensors(
         ),
         (
             replace(VERIFIED, inexact=("blocks.0", "blocks.1")),
-            "NOT exact, as allowed: every chunk uses its own batch statistics in blocks.0, blocks.1 (verified with "
-            "fixed ones)",
+            "results differ, as --allow-inexact permits: batch norms use each chunk's own statistics in blocks.0, "
+            "blocks.1 (verified with fixed statistics)",
         ),
         (
             replace(VERIFIED, passed=False, worst_name="fc.weight", worst_difference=0.5),
@@ -634,7 +638,7 @@ def test_ratios_are_to_what_the_original_took_beside_the_plan(
         )
         for seconds in beside
     ]
-    line = "each ratio is to the original's step as it was timed in turns with the plan: 300.0 ms to 600.0 ms"
+    line = "each ratio is to the original's step as it was timed alternating with the plan: 300.0 ms to 600.0 ms"
     assert (line in shown(DETAILED, result(summary)).splitlines()) == said
 
 
@@ -810,8 +814,9 @@ REASONS: list[tuple[Reason, str]] = [
             ),
         ),
         "found 147.0 MiB of 200.0 MiB, but verification failed: fc.weight differs by 0.5, at batch 4. The model stays "
-        "as it is. If 'features.1' reads or changes state outside of modules (a file, a C extension), keep the state "
-        "in an attribute of a module, or name other modules with --target. Otherwise please report the difference.",
+        "as it is. If 'features.1' uses state that memopt cannot see (a file, a C extension), keep the state in an "
+        "attribute of a module, or leave the module out with --target. Otherwise please report the difference as a "
+        "bug.",
     ),
 ]
 
@@ -831,7 +836,7 @@ def test_a_plan_that_was_found_and_is_not_applied_is_the_headline(
     assert from_data(MemOptSummary, json.loads(json.dumps(to_data(unchanged)))) == unchanged
     if isinstance(why, Differs):
         assert "'features.1' is not a segment: as a segment, fc.weight differs by 0.5." in lines
-        assert "Tensors saved outside of segments are not packed: with packing, fc.weight differs by 0.25." in lines
+        assert "Tensors saved outside segments are not packed: with packing, fc.weight differs by 0.25." in lines
 
 
 def test_beside_a_plan_that_is_applied_it_is_a_remark(summary: MemOptSummary) -> None:
@@ -892,7 +897,7 @@ def test_a_plan_that_was_asked_for_and_fails_is_not_called_applied(summary: MemO
     failed = replace(summary, verification=why.verification, dropped=[dropped_for(why)], budget_bytes=150 * MIB)
     lines = shown(DETAILED, result(failed)).splitlines()
     assert lines[0] == said
-    assert "* no plan is applied; 4 was asked for" in lines
+    assert "* no plan is applied; 4 was requested" in lines
 
 
 def test_a_plan_on_a_model_in_memory_is_said_to_be_on_it(summary: MemOptSummary) -> None:

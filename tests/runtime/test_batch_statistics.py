@@ -422,7 +422,7 @@ def test_running_statistics_that_are_no_state_of_the_module(exactly: Any) -> Non
 
 
 class Elsewhere(nn.Module):
-    """Its norm also runs outside of the segment, where its backward checks that nobody has touched its buffers."""
+    """Its norm also runs outside the segment, where its backward checks that nobody has touched its buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -713,7 +713,7 @@ def _block(*layers: nn.Module) -> nn.Sequential:
 UNGATHERED = {
     "drawing": (_block(nn.Dropout(0.5)), "uses random numbers before a batch norm"),
     "drawing between norms": (_block(nn.BatchNorm1d(4), nn.Dropout(0.5)), "uses random numbers before a batch norm"),
-    "handing over": (Handing(), "hands its state over as an output"),
+    "handing over": (Handing(), "passes its state on as an output"),
     "careful": (Careful(), "catches the exception"),
     "norms for the first chunk": (Choosing(otherwise=False), "calls more batch norms on some chunks than on others"),
     "norms for later chunks": (Choosing(otherwise=True), "calls more batch norms on some chunks than on others"),

@@ -420,7 +420,7 @@ def test_what_a_given_up_call_was_given_is_put_back_or_an_error(name: str) -> No
     plain, beside = copy.deepcopy(model), make()
     install_segment(model, PLAIN)
     if name in ("NumPy's generator", "an iterator that ends", "a counter", "a cycle"):
-        with pytest.raises(RuntimeError, match=r"has advanced its argument, a \w+, which cannot be put back"):
+        with pytest.raises(RuntimeError, match=r"has advanced its argument, a \w+, which cannot be restored"):
             model(x, given)
         return
     for _ in range(2):

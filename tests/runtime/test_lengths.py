@@ -460,8 +460,8 @@ def test_a_plan_file_keeps_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"by": BY}, "a plan has by without ranges, or ranges without by"),
-        ({"ranges": PLAN.ranges}, "a plan has by without ranges, or ranges without by"),
+        ({"by": BY}, "the plan has 'by', but no ranges"),
+        ({"ranges": PLAN.ranges}, "the plan has ranges, but no 'by'"),
         ({"by": BY, "ranges": PLAN.ranges[::-1]}, "must ascend from 1, not 16, 8, 4"),
         ({"by": BY, "ranges": (PlanRange(up_to=0),)}, "must ascend from 1, not 0"),
         ({"by": BY, "ranges": tuple(PlanRange(up_to=n) for n in range(1, 102))}, "has 101 ranges"),

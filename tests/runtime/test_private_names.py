@@ -1,4 +1,4 @@
-"""No private name of PyTorch outside of ``runtime/private_torch.py``: whoever reads that file knows what may break."""
+"""No private name of PyTorch outside ``runtime/private_torch.py``: whoever reads that file knows what may break."""
 
 from __future__ import annotations
 

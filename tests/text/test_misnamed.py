@@ -34,7 +34,7 @@ def zipped(*names: str) -> bytes:
         ("model.onnx", b"", "ONNX"),
         ("page.pt", b"\n<!DOCTYPE html>\n<html>", "a web page: the download failed"),
         ("pointer.pt", b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
-        ("gpt/config.json", b"{}", "is JSON, not a saved model Give its folder, gpt/."),
+        ("gpt/config.json", b"{}", "is JSON, not a saved model Use its folder, gpt/."),
         ("model.safetensors.index.json", b"{}", "is JSON, not a saved model"),
         ("a b.plan.yaml", b"", "is a plan, not a saved model Name the model that it is for: `memopt apply MODEL 'a b"),
         ("net.batch.yaml", b"", "is YAML, not a saved model"),
@@ -79,10 +79,10 @@ def test_weights_beside_their_configuration_are_named_by_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    assert build_hint(f"{tmp_path}/model.safetensors").endswith(f"give the folder, {tmp_path}/.")
+    assert build_hint(f"{tmp_path}/model.safetensors").endswith(f"use the folder, {tmp_path}/.")
     assert "build.py:build" in build_hint("model.safetensors")
     monkeypatch.chdir(tmp_path)
-    assert build_hint("model.safetensors").endswith("give the folder, ./.")
+    assert build_hint("model.safetensors").endswith("use the folder, ./.")
 
 
 NET = """

@@ -28,7 +28,7 @@ def test_a_value_becomes_a_plain_one() -> None:
     assert check_option("max_slowdown", math.inf) == math.inf
     assert isinstance(check_option("clip_norm", torch.tensor(0.5)), float)
     assert check_option_if_given("seed", None) is None
-    with pytest.raises(OptionError, match="seed is None\nGive a whole number of at least 0"):
+    with pytest.raises(OptionError, match="seed is None\nUse a whole number of at least 0"):
         check_option("seed", None)
 
 

@@ -30,7 +30,7 @@ MARK = re.compile(r"`[^`]*`")
     [
         ("`--search-time` is 0 (a--b)", "search_time is 0 (a--b)"),
         ("Add for example `--dim B=8 --dim S=64:2048`.", 'Add for example dims={"B": 8, "S": (64, 2048)}.'),
-        ("smaller (`--dim B=…` where the shape says B)", 'smaller (dims={"B": …} where the shape says B)'),
+        ("smaller (`--dim B=…`, if the shape has a B)", 'smaller (dims={"B": …}, if the shape has a B)'),
         ("as in `-i Bx3x224x224 --dim B=8`.", 'as in inputs="Bx3x224x224", dims={"B": 8}.'),
         ("as in `-i 'x:Bx3' --dim B=8`;", 'as in inputs="x:Bx3", dims={"B": 8};'),
         ("`--memory 24GiB`. `--level 3`, `--budget 60%`", 'memory="24GiB". level=3, budget="60%"'),
@@ -205,7 +205,7 @@ def test_ctrl_c_has_a_short_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_an_error_comes_from_is_said_in_python_too() -> None:
-    cause = UsageError("`--loss train.py:f`: there is no file", hint="Give `file.py:function`.")
+    cause = UsageError("`--loss train.py:f`: there is no file", hint="Use `file.py:function`.")
     with pytest.raises(MeasurementError) as caught:
         failing(MeasurementError("it failed", hint="Raise `--timeout`."), cause)
     printed = "\n".join(map(str, chain(caught.value)))
@@ -271,7 +271,7 @@ def test_what_fits_nowhere_says_what_to_change_in_python() -> None:
     with pytest.raises(NothingFitsError) as caught:
         memopt_cli.optimize(net(), X, budget=1024)
     raised, held, *_ = caught.value.hint.splitlines()
-    assert raised == 'Raise budget or level, or take a smaller batch (dims={"B": …} where the shape says B).'
+    assert raised == 'Raise budget or level, or use a smaller batch (dims={"B": …}, if the shape has a B).'
     assert held.startswith("No plan can make these parts of its peak smaller: ")
 
 

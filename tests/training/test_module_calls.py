@@ -88,7 +88,7 @@ def test_hints_on_a_batch_of_one_and_on_a_target_among_the_inputs() -> None:
 def test_hints_on_a_dictionary_beside_targets_and_on_sizes_that_do_not_halve() -> None:
     lacking = Complains(TypeError("forward() missing 1 required positional argument: 'num'"))
     hint = error_of(lacking, {"x": ones(2), "num": ones(2)}, {"y": ones(2)}).hint
-    assert hint.startswith("The inputs are 2 positional arguments, and the first is a dictionary. Give that alone")
+    assert hint.startswith("The inputs are 2 positional arguments, and the first is a dictionary. Pass that alone")
     with pytest.raises(RuntimeError) as caught:
         cat([ones(2, 1, 6), ones(2, 1, 7)], 1)
     assert "halves its input n times" in error_of(Complains(caught.value), ones(2, 1, 30)).hint

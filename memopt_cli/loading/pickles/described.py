@@ -57,7 +57,7 @@ class PickledStorage:
     """A storage, whose bytes are next to the pickle or a part of it."""
 
     key: str
-    """Name of the record that holds the storage's bytes; of a storage inside the pickle, a text of its own."""
+    """Name of the record that holds the storage's bytes; of a storage inside the pickle, its own text."""
     dtype: str
     size_bytes: int
 

@@ -55,7 +55,7 @@ class FoundModule:
     """Sentences for the user on where the model was found."""
     wrappers: tuple[Wrapper, ...] = ()
     """Wrappers around the model that are left out, outermost first.  The last is the innermost one that cannot be used
-    outside of its training process, such as ``DistributedDataParallel``."""
+    outside its training process, such as ``DistributedDataParallel``."""
 
 
 def module_in(root: Any, key: str | None, path: str, code_paths: Sequence[str] = ()) -> FoundModule:
@@ -160,11 +160,11 @@ def refuse_other(root: Any, whole: Any, path: str) -> None:
             first = quoted_flag("--key", ".".join(next(iter(paths))))
             raise UsageError(
                 f"this entry of {path} holds the state of an optimizer: the model's weights are in {list_paths(paths)}",
-                hint=f"Give `{first}`, or leave `--key` out.",
+                hint=f"Use `{first}`, or leave `--key` out.",
             )
         raise FileFormatError(
             f"{path} holds the state of an optimizer: the model's weights are in another file",
-            hint="Give the file that torch.save(model, path) or torch.save(model.state_dict(), path) wrote.",
+            hint="Use the file that torch.save(model, path) or torch.save(model.state_dict(), path) wrote.",
         )
 
 

@@ -15,7 +15,7 @@ from memopt_cli.text.documents import printable
 
 How = Literal["called", "created", "plain", "stored"]
 """How a pickle makes an object: by a call with arguments (``REDUCE``); created empty (``NEWOBJ``); as a plain list,
-dict or set, which have opcodes of their own; or stored next to the pickle, as the data of tensors."""
+dict or set, which have their own opcodes; or stored next to the pickle, as the data of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Global:
 COMPUTED: Final = Global("?", "?")
 """A stand-in for a name or a callable that the pickle computes."""
 PERSISTENT: Final = Global("?", "persistent")
-"""A stand-in for the function that finds an object outside of the pickle by its persistent ID."""
+"""A stand-in for the function that finds an object outside the pickle by its persistent ID."""
 GETATTR: Final = Global("builtins", "getattr")
 DICT: Final = Global("builtins", "dict")
 DICTS: Final = (DICT, Global("collections", "OrderedDict"))

@@ -67,7 +67,7 @@ def read_pickled(file: ModelFile, limit: SizeLimit = FILE_LIMIT) -> PickledFile:
             raise FileFormatError(f"{file.path} cannot be read: {err}", hint=DOWNLOAD_AGAIN_HINT) from err
         raise FileFormatError(
             f"{file.path} is not a model saved by torch.save ({err})",
-            hint="Give a file of torch.save(model, path). If it is one, it is damaged: save it or download it again.",
+            hint="Use a file of torch.save(model, path). If it is one, it is damaged: save it or download it again.",
         ) from err
 
 

@@ -295,9 +295,7 @@ class Bench:
 def check_spreadable(model: nn.Module, plan: Plan, what: str) -> None:
     """Raise :class:`StepError` for a step that is not ``what``, predicted or measured, for many ranks."""
     if isinstance(model, StepModels):
-        raise StepError(
-            f"a step of your own cannot be {what} for many ranks", hint="Name a function that builds the model."
-        )
+        raise StepError(f"your own step cannot be {what} for many ranks", hint="Name a function that builds the model.")
     if plan.in_backward:
         raise StepError(
             f"the optimizer in backward cannot be {what} for many ranks", hint="Take in_backward out of the plan."

@@ -30,7 +30,7 @@ def compile_step(bench: Bench, plan: Plan, step: TrainingStep) -> str:
     """
     assert plan.compile is not None, "the caller has a plan that compiles"
     if isinstance(step, OwnStep):
-        raise StepError("a step of your own calls its models itself", hint="Compile them in its function.")
+        raise StepError("your own step calls its models itself", hint="Compile them in its function.")
     torch.compiler.reset()
     apply_plan(bench.model, plan, bench.optimizer)
     with graph_breaks() as breaks:

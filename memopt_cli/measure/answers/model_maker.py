@@ -33,7 +33,7 @@ class ModelMaker:
         return contextlib.nullcontext() if self._has_data else trace.built_without_data(self.mode)
 
     def build(self) -> nn.Module:
-        """Make a new model without its plan, and without checkpoints of its own unless the subject keeps them."""
+        """Make a new model without its plan, and without its own checkpoints unless the subject keeps them."""
         model = remove_plan(self._build() if self._build else load_model(self._subject.source).module)
         if not self._subject.source.own_checkpoints:
             turn_off(model)

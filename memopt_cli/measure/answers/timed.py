@@ -1,7 +1,7 @@
 """Measured steps on real data: time and memory of the step as described, under a plan, and at other sizes.
 
 A step is timed several times if it is short, and once after a warm-up if it is long.  A plan and the original are
-compared by steps taken in turns, since other work of the machine slows both steps of a pair.
+compared by steps taken in alternation, since other work of the machine slows both steps of a pair.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _refuse_growth(bench: Bench, step: TrainingStep) -> None:
 
 
 def time_in_turns(bench: Bench, job: TimeInTurnsJob) -> TimeInTurnsAnswer:
-    """Time a step of the original and one under each plan of ``job``, in turns; more turns near the limit."""
+    """Time a step of the original and one under each plan of ``job``, in alternation; more turns near the limit."""
     step = bench.warmed_up(bench.step())
     since = _read_clocks()
     limit = job.max_slowdown

@@ -156,7 +156,7 @@ def save(subject: Subject, job: SaveJob, file: BinaryIO) -> None:
     model = load_model(subject.source).module
     if isinstance(model, StepModels):
         raise StepError(
-            "a step of your own is not a model that can be saved",
+            "your own step is not a model that can be saved",
             hint="In the training script: memopt_cli.apply_plan(step, PLAN).",
         )
     write_model(model, job.plan, file)
@@ -206,7 +206,7 @@ def _refuse_names(model: nn.Module) -> None:
     paths = (path for path, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers()))
     unprintable = next((path for path in paths if not path.isprintable()), None)
     if unprintable is not None:
-        raise StepError(f"a part of the model is named {unprintable!r}", hint="Give it a name that can be printed.")
+        raise StepError(f"a part of the model is named {unprintable!r}", hint="Use a name that can be printed.")
 
 
 def _refuse_lazy(module: nn.Module) -> None:

@@ -270,7 +270,7 @@ class _GraphFusion:
             return _fused_segment(module, self._models)
         if isinstance(module, AbstractBatchModule):
             return functools.partial(run_custom, module)
-        # A linear layer in chunks through its loss runs plainly: here the loss is computed for all models, later.
+        # A linear layer in chunks through its loss runs whole: here the loss is computed for all models, later.
         kernel = KERNELS[nn.Linear] if config is not None else find_kernel(module)
         if kernel is None:
             refuse_segments(module, path)

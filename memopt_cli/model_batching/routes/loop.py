@@ -38,7 +38,7 @@ class _SharedSlot:
 class LoopRoute:
     """A loop over the models, on views of the stacked tensors.
 
-    Each model has a module tree of its own, so that state in attributes is kept apart.  The views stay in the modules
+    Each model has its own module tree, so that state in attributes is kept apart.  The views stay in the modules
     until the next call, since a segment recomputes from them in backward.
     """
 

@@ -113,7 +113,7 @@ def _find_advice(
 def advise_by_dry_runs(search: BatchSearch) -> BatchEstimate | str:
     """Return the largest batch that fits in dry runs, corrected by the run at the described batch; or why none fits.
 
-    Nobody asked for it: where the loss takes one number of targets, as is common, the reason is empty.
+    Nobody requested it: where the loss takes one number of targets, as is common, the reason is empty.
     """
     if search.model.predict is None:
         return "the step cannot run on tensors without data; `--recommend-batch` finds the batch by runs"

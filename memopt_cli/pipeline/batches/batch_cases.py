@@ -173,7 +173,7 @@ class CaseSearch:
         if other_failures and not case.search.runs.measured:
             raise_failure(other_failures[0])
         if case.search.model.predict is None and not case.search.runs:
-            limit, hint = f"{self.max_runs} runs are the limit", "Give a range of fewer sizes to `--dim`."
+            limit, hint = f"{self.max_runs} runs are the limit", "Use a range of fewer sizes for `--dim`."
             if not self.max_runs:
                 limit, hint = "nothing is to be run", "Run it on that device, without `--for` or `--fake`."
             raise StepError(

@@ -327,8 +327,8 @@ class _FastestSearch:
             return NothingFitsError(text, hint="Raise `--search-time` or `--memory`.")
         if self.pricing is None:
             text += f" without a plan, and none was tried: {self.untried}"
-            return NothingFitsError(text, hint="Raise `--memory`, or give smaller inputs.")
-        hint = "Raise `--memory` or `--level`, or give smaller inputs."
+            return NothingFitsError(text, hint="Raise `--memory`, or use smaller inputs.")
+        hint = "Raise `--memory` or `--level`, or use smaller inputs."
         plan = self.pricing.least(unit)
         run = self.trials.outcomes.get((plan, unit))
         if run is not None and not isinstance(run, BatchProbe):

@@ -137,7 +137,7 @@ class _RanksSearch:
         raise NothingFitsError(
             f"not even a batch of {row.outcome.batch} on each rank{suffix} fits in {self.limits.text} on {ranks}: "
             f"{row.outcome.reason}",
-            hint=f"Give more `--memory`, {more_ranks}smaller inputs, or with `--plan` a plan for these ranks.",
+            hint=f"Use more `--memory`, {more_ranks}smaller inputs, or with `--plan` a plan for these ranks.",
         )
 
     def _first_batch(self, *, planned: bool) -> int:

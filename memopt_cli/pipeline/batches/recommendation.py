@@ -258,7 +258,7 @@ class _Recommender:
             reasons += ", with the gradients of earlier micro-batches in memory"
         raise NothingFitsError(
             f"not even a batch of {smallest.batch}{copies}{cases[0].text} fits in {self.search.limits.text}: {reasons}",
-            hint="Raise `--memory`, give smaller inputs"
+            hint="Raise `--memory`, use smaller inputs"
             + (". See memopt explain." if plan_failure else ", or add `--plan` with a plan of memopt optimize."),
         )
 
@@ -378,7 +378,7 @@ def check_inputs(dim_range: DimRange | None, prepared: PreparedModel) -> None:
     if dim_range.symbol == BATCH:
         raise UsageError(
             f"{BATCH} cannot have a range, since the command looks for its size",
-            hint=f"Give it a size: `--dim {BATCH}=8`.",
+            hint=f"Set its size: `--dim {BATCH}=8`.",
         )
     symbols = {size for tensor in spec.tensors for size in tensor.shape if isinstance(size, str)}
     if spec.tensors and dim_range.symbol not in symbols:

@@ -34,7 +34,7 @@ MAX_SAVED_TENSORS = 20
 
 
 _STEP_PATH: Final = "(the step)"
-"""Path under which a comparison lists the tensors outside of the model's modules."""
+"""Path under which a comparison lists the tensors outside the model's modules."""
 _STEP_KINDS: Final = ("inputs", "optimizer")
 """Categories that no module of the model holds."""
 

@@ -147,7 +147,7 @@ def compare_files(before: str, after: str) -> Comparison:
 
 
 def _refuse_named_code(request: CheckRequest, before: Baseline, conditions: Conditions) -> None:
-    """Refuse a baseline that would run code or read files outside of its folder, unless the user names them again.
+    """Refuse a baseline that would run code or read files outside its folder, unless the user names them again.
 
     A baseline is data that may have come with the model.
     """
@@ -174,9 +174,7 @@ def _unsafe_error(request: CheckRequest, named_thing: str, missing: dict[str, st
     return UnsafeFileError(
         f"{request.baseline_path} names {named_thing}, which you must give yourself: "
         f"{', '.join(value[:200] for value in missing.values())}",
-        hint=f"If it is yours, add: `{flags}`"
-        if len(flags) <= _MAX_FLAG_CHARACTERS
-        else "Record a baseline of your own.",
+        hint=f"If it is yours, add: `{flags}`" if len(flags) <= _MAX_FLAG_CHARACTERS else "Record your own baseline.",
     )
 
 
@@ -259,7 +257,7 @@ def _require_plan(request: CheckRequest, before: Baseline, after: Baseline) -> N
     planned, plan = before.memory.plan, after.memory.plan
     if before.plan_path and plan.is_empty and not planned.is_empty:
         contrast = f"it was recorded under {_plan_in_words(planned)}, and this step has no plan"
-        remedy = f"Give the plan: `{quoted_flag('--plan', before.plan_path)}`."
+        remedy = f"Add the plan: `{quoted_flag('--plan', before.plan_path)}`."
     elif request.plan_path and planned.is_empty and not plan.is_empty:
         contrast = f"it was recorded without a plan, and this step has {_plan_in_words(plan)}"
         remedy = "Check without `--plan`, or record the step that you want to check."
@@ -320,7 +318,7 @@ def _left_out(plan: Plan, spec: InputSpec) -> Iterator[str]:
     if longest is None:
         yield (
             f"The plan has ranges of {dim}, and no input names {dim}, so only the length of these inputs is recorded. "
-            f"To record all, give the inputs as text, such as Bx{dim}x64, with {dim}={last}."
+            f"To record all, describe the inputs as text, such as Bx{dim}x64, with {dim}={last}."
         )
     elif longest < last:
         yield f"Nothing is recorded beyond {dim}={longest}, and the plan goes up to {last}."

@@ -235,7 +235,7 @@ def _by_recomputation(pair: Pair) -> Cause | None:
     """Return the cause at the first call in a recomputation with a different input or output from forward's.
 
     If the input differs, the fault lies in the innermost enclosing call that has the input of forward.  If there is no
-    such call, the fault lies outside of the checkpoint.
+    such call, the fault lies outside the checkpoint.
     """
     same_input_calls: list[CallPrint] = []
     other_input_calls: list[CallPrint] = []

@@ -112,7 +112,7 @@ def _sources(modules: Mapping[str, str], own: Path) -> dict[str, dict[Path, set[
             continue
         folder, package = path.parents[depth], name.partition(".")[0]
         file_in_folder = path.relative_to(folder)
-        if file_in_folder.parts[0].partition(".")[0] == package:  # else it was loaded under a name of its own
+        if file_in_folder.parts[0].partition(".")[0] == package:  # else it was loaded under its own name
             folders.setdefault(package, {}).setdefault(folder, set()).add(file_in_folder)
     return folders
 

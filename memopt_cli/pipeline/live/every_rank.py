@@ -55,7 +55,7 @@ def _import_agreement(group: object) -> tuple[Any, Any]:
     if not isinstance(group, dist.ProcessGroup):
         raise OptionError(
             f"process_group is {type_in_words(group)}, not a group of this process",
-            hint="Give torch.distributed.group.WORLD, or a group that this process is in.",
+            hint="Pass torch.distributed.group.WORLD, or a group that contains this process.",
         )
     from memopt_cli.training.sharded.agreement import parameter_signatures, ranks_of  # takes seconds to import
 

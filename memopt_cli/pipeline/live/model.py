@@ -177,7 +177,7 @@ def _by_name(model: nn.Module, args: tuple[Any, ...]) -> dict[str, Any]:
         raise OptionError(
             f"example_forward calls the model with {len(args)} positional arguments and others by name, "
             f"and its forward names {len(names)}",
-            hint="Give all by position, or all by name.",
+            hint="Pass all by position, or all by name.",
         )
     return dict(zip(names, args, strict=False))
 
@@ -239,8 +239,8 @@ def save_inputs(inputs: Arguments, path: Path) -> None:
         load_tensors(path.read_bytes(), str(path))
     except MemoptError as err:
         raise OptionError(
-            f"the inputs cannot be handed to a profiling subprocess: {err.message}",
-            hint="Give a tuple of tensors, numbers, strings and plain containers of them.",
+            f"the inputs cannot be sent to a profiling subprocess: {err.message}",
+            hint="Pass a tuple of tensors, numbers, strings and plain containers of them.",
         ) from err
 
 
@@ -250,7 +250,7 @@ def _require_batch(inputs: Arguments) -> None:
         problem = "there is no tensor" if first_tensor is None else "the first tensor is a scalar"
         raise OptionError(
             f"the inputs have no batch: {problem}",
-            hint="Give the arguments of forward; dimension 0 of the first tensor is taken as the batch.",
+            hint="Pass the arguments of forward; dimension 0 of the first tensor is taken as the batch.",
         )
 
 
@@ -310,7 +310,7 @@ def carried_note(carried: Plan, found: Plan) -> list[str]:
         return []
     if found.is_empty:
         return ["The model keeps the plan that it carries. memopt_cli.remove_plan(model) removes it."]
-    return ["The model carried a plan already; it was taken off first."]
+    return ["The model carried a plan already; it was removed first."]
 
 
 def find_and_verify(

@@ -22,7 +22,7 @@ def inspect(location: str) -> Inspection:
     if is_factory(location):
         raise UsageError(
             f"{location} names code, which inspect does not run",
-            hint=f"Give a saved file, or run the model: {command_line('profile', location, ())}",
+            hint=f"Use a saved file, or run the model: {command_line('profile', location, ())}",
         )
     with Session(Subject(source=ModelSource(location=location)), _LIMIT_S) as session:
         return require_answer(session.ask(InspectJob(path=location)))

@@ -78,7 +78,7 @@ def profile_prepared(request: ProfileRequest, prepared: PreparedModel, plan: Pla
     compile_plan = plan.compile if request.backend is None else CompilePlan(backend=request.backend)
     plan, card = plan.eager, request.card
     if compile_plan is not None and prepared.facts.format == STEP:
-        raise StepError("a step of your own calls its models itself", hint="Compile them in its function.")
+        raise StepError("your own step calls its models itself", hint="Compile them in its function.")
     notes = list(prepared.notes)
     with Sessions(prepared, "full size" if request.runs else prepared.dry_data, notes) as sessions:
         measurement = _measure(sessions(), plan, prepared.progress, notes) if request.runs else None

@@ -129,7 +129,7 @@ def _saved_by_plan(plan: Plan, trace: StepTrace) -> Iterator[SavedTensor]:
 
 
 def _last_readers(trace: StepTrace) -> dict[int, int]:
-    """Return the last operator of forward that reads each storage, by their indices; packing does not count."""
+    """Return the last forward operator that reads each storage, by their indices; packing does not count."""
     return {
         index: position
         for position, op in enumerate(trace.ops)

@@ -181,7 +181,7 @@ def _read_error(path: str) -> OutOfMemoryText:
         raise UsageError(
             f"{path} has no out-of-memory message",
             hint='PyTorch\'s has "CUDA out of memory. Tried to allocate" or, on the CPU, "DefaultCPUAllocator: can\'t '
-            "allocate memory\"; for a process that was killed, give the kernel's log: dmesg | memopt explain `--log -`",
+            "allocate memory\"; for a process that was killed, use the kernel's log: dmesg | memopt explain `--log -`",
         )
     return error
 

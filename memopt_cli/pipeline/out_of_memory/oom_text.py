@@ -38,7 +38,7 @@ _WORKERS: Final = (
 )
 """Patterns of a worker process of a DataLoader that the system ended; if it was not killed, shared memory ran out."""
 _IN_WORKER: Final = re.compile(r"in DataLoader worker process \d+\.\s+Original $")
-"""Pattern of the text before a traceback that a worker process handed over."""
+"""Pattern of the text before a traceback that a worker process passed on."""
 _IN_LOADING: Final = "memory ran out in a worker process of the DataLoader, while it loaded data, not in the step"
 _KILLED_WORKER: Final = "the kernel killed a worker process of the DataLoader, as it does when memory runs out"
 _NO_SHARED_MEMORY: Final = (

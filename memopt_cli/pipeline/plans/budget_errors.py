@@ -33,8 +33,8 @@ class NotRunHereError(NothingFitsError):
     def __init__(self, message: str, priced: PricedPlan, outcome: OutOfMemory) -> None:
         super().__init__(
             message,
-            hint="Run the same command where that much is free, or take a smaller batch (`--dim B=…` where the shape "
-            "says B); for a GPU of another machine, `--for CARD` searches by estimates alone.",
+            hint="Run the command where that much is free, or use a smaller batch (`--dim B=…`, if the shape has a B). "
+            "For another machine's GPU, `--for CARD` searches by estimates alone.",
         )
         self.priced, self.outcome = priced, outcome
 
@@ -64,7 +64,7 @@ def nothing_fits(
     """
     budget, smallest = format_apart(budget_bytes, least_bytes)
     flags = "`--budget` or `--level`" if can_rise else "`--budget`"
-    smaller = ", or take a smaller batch (`--dim B=…` where the shape says B)" if can_shrink else ""
+    smaller = ", or use a smaller batch (`--dim B=…`, if the shape has a B)" if can_shrink else ""
     text = f"no plan found takes {budget} or less{source}; the smallest plan found takes about {smallest}"
     if not has_plan:
         text = f"no plan was found that takes less than the original{source}, {smallest}; the budget is {budget}"
@@ -119,7 +119,10 @@ def unavoidable_parts(smallest: StepPeaks, operators: Sequence[OpTrace], *, free
             if frees_gradients
             else " With `--optimizer-in-backward`, a plan can free each gradient as soon as it is used."
         )
-        yield f"Parameters and gradients are most of its peak: model.bfloat16() halves both.{advice}"
+        yield (
+            "Parameters and gradients are most of its peak: model.bfloat16() halves both, but changes the results."
+            f"{advice}"
+        )
     if workspace_bytes < _REASON_SHARE * smallest.allocated_peak_bytes:
         return
     largest = max(operators, key=lambda op: op.workspace_bytes, default=None)
@@ -137,7 +140,7 @@ def _largest_holders(smallest: StepPeaks, named_bytes: float) -> list[tuple[str,
     rows = list(gather_paths({holder.path: holder.held_bytes for holder in smallest.holders}).items())
     count = 1 + sum(1 for total in itertools.accumulate(nbytes for _, nbytes in rows) if total < named_bytes)
     shown = rows[: min(count, _MAX_HOLDERS)]
-    return [(f"'{path}'" if path else "the step outside of modules", nbytes) for path, nbytes in shown]
+    return [(f"'{path}'" if path else "the step outside modules", nbytes) for path, nbytes in shown]
 
 
 def require_fast(priced: PricedPlan, max_slowdown: float, verb: str = "makes") -> None:

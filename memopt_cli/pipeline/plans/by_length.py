@@ -15,7 +15,7 @@ may need more workspace than another does for longer inputs.  So each plan is al
 where it exceeds the budget, another range ends.
 
 The search starts with the longest inputs, which must fit.  It then finds the largest length at which the original fits
-without a plan, and cuts the lengths between the two where shorter inputs may train faster with a plan of their own.
+without a plan, and cuts the lengths between the two where shorter inputs may train faster with their own plan.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _RUNS_INSIDE = 4
 def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
     """Return how often each length occurs, as a dictionary; without ``--lengths``, evenly spaced ones occur once each.
 
-    Raises :class:`UsageError` for a file that holds none, and for a length outside of the range.
+    Raises :class:`UsageError` for a file that holds none, and for a length outside the range.
     """
     if request.lengths is None:
         low, high = varied.low, varied.high
@@ -91,8 +91,7 @@ def lengths_of(request: OptimizeRequest, varied: DimRange) -> dict[int, float]:
     length_outside = next((length for length in counts if not varied.low <= length <= varied.high), None)
     if length_outside is not None:
         raise UsageError(
-            f"{source} has the length {length_outside}, outside of the range "
-            f"{varied.symbol}={varied.low}:{varied.high}",
+            f"{source} has the length {length_outside}, outside the range {varied.symbol}={varied.low}:{varied.high}",
             hint=f"Widen the range to {min(*counts, varied.low)}:{max(*counts, varied.high)}, or leave the length out.",
         )
     return {length: float(count) for length, count in counts.items()}
@@ -135,11 +134,11 @@ def find_by_length(
     """
     if prepared.facts.format == STEP:
         raise UsageError(
-            "a plan by length reads an input of the model's forward, which a step of your own does not have",
-            hint="Give the dimension one size.",
+            "a plan by length reads an input of the model's forward, which your own step does not have",
+            hint="Use one size for the dimension.",
         )
     if varied.symbol == BATCH:
-        raise UsageError(f"a plan by length cannot depend on the batch, {BATCH}", hint="Give the batch one size.")
+        raise UsageError(f"a plan by length cannot depend on the batch, {BATCH}", hint="Use one size for the batch.")
     dimension = dimension_of(prepared.subject.spec, varied.symbol)
     counts = lengths_of(request, varied)
     search = _ByLength(request, prepared, varied, counts, find_plan, Work.from_counts(counts))

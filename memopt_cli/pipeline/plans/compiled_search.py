@@ -50,7 +50,7 @@ from memopt_cli.text.units import format_apart
 _MAX_COMPILED: Final = 6
 """Maximum number of plans that are compiled."""
 _MAX_LEVEL: Final = 2
-"""Maximum level of the search for segments: chunks and packing, of higher levels, run outside of compiled code."""
+"""Maximum level of the search for segments: chunks and packing, of higher levels, run outside compiled code."""
 _MARGIN_DIVISOR: Final = 50
 """If segments did not fit, the next target is lowered by the excess and the budget divided by this."""
 _MAX_SHOWN: Final = 4
@@ -154,7 +154,7 @@ class CompiledSearch(ABC):
         """Return the regions to combine with a memory budget; ``None`` if there are none."""
 
     def _best_in_turns(self) -> CompiledRow | None:
-        """Time the best row and its rivals again in turns, and return the best by these times, if any.
+        """Time the best row and its rivals again in alternation, and return the best by these times, if any.
 
         The rows were measured at different moments, and other programs may have slowed one of them down.
         """
@@ -183,7 +183,7 @@ class CompiledSearch(ABC):
         for turn in range(_TURNS):
             for plan in times:
                 prepared = self._prepared.get(plan, self.measurements.prepared)
-                prepared.progress.stage(f"timing the best steps in turns, {turn + 1} of {_TURNS}")
+                prepared.progress.stage(f"timing the best steps in alternation, {turn + 1} of {_TURNS}")
                 answer = prepared.ask(MeasureJob(plan=plan, steps=1))
                 if not isinstance(answer, MeasureAnswer):
                     return
@@ -264,7 +264,7 @@ class CompiledSearch(ABC):
         yield looser if self._may_loosen(self._outcome(middle)) else tighter
 
     def _regions_in_budget(self) -> Iterator[Plan]:
-        """Yield checkpoint regions with a memory budget for the operators outside of them."""
+        """Yield checkpoint regions with a memory budget for the operators outside them."""
         base = self._base()
         if base is not None:
             yield _with_memory_budget(base, self.backend, _MEMORY_BUDGETS[0])

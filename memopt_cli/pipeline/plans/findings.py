@@ -112,7 +112,7 @@ class Findings:
 
     @property
     def is_changed(self) -> bool:
-        """Whether the model differs from its file: it has a plan, or the plan that the file carried was taken off."""
+        """Whether the model differs from its file: it has a plan, or the plan that the file carried was removed."""
         return not self.plan.is_empty or TAKEN_OFF_NOTE in self.notes
 
     @property

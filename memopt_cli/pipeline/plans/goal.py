@@ -144,7 +144,7 @@ class GoalSearch:
             return NothingFitsError(
                 f"plans within {format_bytes(budget_bytes)} were found, but this machine runs out of memory, even with "
                 f"a plan of {format_bytes(tried[-1][0].peak_bytes)}",
-                hint="Lower `--budget`, or take a smaller batch (`--dim B=…` where the shape says B).\n"
+                hint="Lower `--budget`, or use a smaller batch (`--dim B=…`, if the shape has a B).\n"
                 "On the CPU, MALLOC_MMAP_THRESHOLD_=1048576 in the environment makes glibc give freed memory back.",
             )
         smallest = smallest or self._planner.least(self._level)
@@ -257,24 +257,24 @@ class GoalSearch:
         )
 
     def _in_turns(self, points: list[ParetoPoint]) -> list[ParetoPoint]:
-        """Time the steps of ``points`` again in turns with the original, so that all slowdowns have the same base.
+        """Time the steps of ``points`` again, alternating with the original, so that all slowdowns have the same base.
 
         On a busy machine the original's step may take twice as long next to one plan as next to another.
         """
         plans = tuple(point.plan for point in points if point.slowdown is not None and not point.plan.is_empty)
         if not plans:
             return points
-        self.measurements.prepared.progress.stage("timing the plans in turns with the original")
+        self.measurements.prepared.progress.stage("timing the plans, alternating with the original")
         failure = self.measurements.time_in_turns(plans, self.max_shown_slowdown)
         if failure is not None:
             self.search.findings.notes.append(
                 "The ratios of the frontier are rough: its plans were timed one by one, since they could not be timed "
-                f"in turns with the original: {describe(failure)}."
+                f"alternating with the original: {describe(failure)}."
             )
             return points
         outcomes = {plan: self.measurements.measure(plan) for plan in (ORIGINAL, *plans)}
         original = outcomes[ORIGINAL]
-        assert isinstance(original, Measurement), "the original was timed in turns with the plans"
+        assert isinstance(original, Measurement), "the original was timed alternating with the plans"
         return [
             replace(point, outcome=outcomes[point.plan], original_step_s=original.step_s)
             if point.plan in outcomes

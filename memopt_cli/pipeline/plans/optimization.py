@@ -150,6 +150,8 @@ def _marked_as_compared(plan: Plan, findings: Findings) -> Plan:
 
 @dataclass(slots=True)
 class _PlanSearch:
+    """The search for a plan, and its proof: call :meth:`search` first, which sets :attr:`applied` for :meth:`prove`."""
+
     request: OptimizeRequest
     measurements: PlanMeasurements
     findings: Findings
@@ -184,7 +186,8 @@ class _PlanSearch:
             if search is None or self._ends_command:
                 raise
             rows = [search.original, *self._rows_so_far(search)]
-        rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))  # it may have been timed again in turns
+        # The original may have been timed again, alternating with a plan.
+        rows[0] = replace(rows[0], outcome=self.measurements.measure(ORIGINAL))
         self.findings.notes += search.obstacles(self.prepared.facts.sync_norms)
         return rows
 
@@ -420,7 +423,7 @@ class _PlanSearch:
     ) -> LevelRow | None:
         """Return the ``applied`` row, with the optimizer in backward if that lowers its peak; update ``rows`` too.
 
-        Where that was not asked for, a note has the saving.  Return ``None`` if the row's latest times are too long.
+        Where that was not requested, a note has the saving.  Return ``None`` if the row's latest times are too long.
         """
         if applied is None:
             return applied
@@ -480,7 +483,7 @@ class _PlanSearch:
     def _with_latest_times(self, point: ParetoPoint, applied: LevelRow | None = None) -> ParetoPoint:
         """Return ``point`` with the latest times, if it is the original or the ``applied`` plan.
 
-        Those two are timed in turns at the end: then the frontier and the applied row show the same times.
+        Those two are timed in alternation at the end: then the frontier and the applied row show the same times.
         """
         original = self.measurements.measure(ORIGINAL)
         applied_plan = applied.plan if applied else ORIGINAL

@@ -32,7 +32,7 @@ class PlanMeasurements:
     """Whether to take a step before the timed ones."""
     _found: dict[Plan, MeasureAnswer | Failure] = field(default_factory=dict)
     _in_turns: tuple[Plan, ...] = ()
-    """Plans that were last timed in turns with the original; the step times of their measurements are these."""
+    """Plans that were last timed alternating with the original; the step times of their measurements are these."""
 
     def measure(self, plan: Plan) -> Measurement | Failure:
         """Measure ``plan`` in a fresh subprocess, unless it was measured before; return its latest measurement."""
@@ -83,19 +83,19 @@ class PlanMeasurements:
         """Return ``row``, timed again if its step seems slower than allowed or nearly so, or far from its prediction.
 
         The plan and the original take turns in one subprocess, so that a busy machine slows both down equally, and both
-        keep these step times.  If that fails, the old times stay; a plan is not timed in turns twice.
+        keep these step times.  If that fails, the old times stay; a plan is not timed so twice.
         """
         original = self._found.get(ORIGINAL)
         if row.plan in self._in_turns:
             return replace(row, outcome=self.measure(row.plan))
         if isinstance(original, MeasureAnswer) and _is_in_doubt(row, original.measurement, max_slowdown):
-            self.prepared.progress.stage("timing the plan again, in turns with the original")
+            self.prepared.progress.stage("timing the plan again, alternating with the original")
             self.time_in_turns((row.plan,), max_slowdown)
             return replace(row, outcome=self.measure(row.plan))
         return row
 
     def time_in_turns(self, plans: tuple[Plan, ...], max_slowdown: float = math.inf) -> Failure | None:
-        """Time ``plans``, which were measured, in turns with the original in one subprocess.
+        """Time ``plans``, which were measured, alternating with the original in one subprocess.
 
         All keep these step times.  If a run fails, return the failure and change nothing.
         """

@@ -75,7 +75,7 @@ class Prover:
         best = self._unless_own_is_better(rows[-1] if is_asked_for else row_to_apply(rows, chosen))
         if not isinstance(best.outcome, Measurement):
             assert best.outcome is not None
-            raise_failure(best.outcome, "the plan that was asked for could not be measured: ")
+            raise_failure(best.outcome, "the requested plan could not be measured: ")
         verification = self.verify(best.plan)
         if isinstance(verification, StepFailed) and best.plan.has_chunks and not is_asked_for:
             self._drop(best, NotRun(failure=verification, in_verification=True))
@@ -158,7 +158,7 @@ class Prover:
         return findings.rows[0]
 
     def _timed_in_turns_with(self, row: LevelRow, own: Measurement | None) -> Measurement | None:
-        """Return ``own``, the model's own checkpoints, timed in turns with the plan of ``row``, which suspends them.
+        """Return ``own``, the model's own checkpoints, timed alternating with the plan of ``row``, which suspends them.
 
         Its times are scaled to the step time of ``row``, so that they compare with the original's as well.
         """
@@ -166,7 +166,7 @@ class Prover:
         if own is None or row.plan.is_empty or row.plan.compile is not None or not isinstance(planned, Measurement):
             return own
         prepared = self.measurements.prepared
-        prepared.progress.stage("timing the model's own checkpoints, in turns with the plan")
+        prepared.progress.stage("timing the model's own checkpoints, alternating with the plan")
         subject = prepared.subject
         with_own = replace(subject, source=replace(subject.source, own_checkpoints=True))
         answer = replace(prepared, subject=with_own).ask(TimeInTurnsJob(plans=(row.plan,)))

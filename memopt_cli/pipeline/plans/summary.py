@@ -25,7 +25,7 @@ def summarize(
 ) -> MemOptSummary:
     """Return the summary of ``findings``; its counters describe the plan that is applied.
 
-    ``spent_s``: wall time of the whole command.  ``advice``: the batch that fits, if that was asked for.
+    ``spent_s``: wall time of the whole command.  ``advice``: the batch that fits, if that was requested.
     """
     rows, options, selection = findings.rows, findings.resolved.options, findings.selection
     plan = findings.plan.longest

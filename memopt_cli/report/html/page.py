@@ -140,7 +140,7 @@ def _optimize_tiles(summary: MemOptSummary) -> Iterable[Tile]:
         yield "step", *_compare(before_s, after.step_s, format_seconds)
     if summary.verification:
         applied = str(summary.applied_level) if summary.is_applied else "none"
-        yield "level applied", applied, f"{summary.requested_level} asked for"
+        yield "level applied", applied, f"{summary.requested_level} requested"
         yield _verification_tile(summary.verification)
     else:
         yield "applied", "nothing", "choose a plan with `--pick N` or `--budget`"
@@ -235,9 +235,9 @@ class _Page:
             + (", and what the plan does there." if plan.segments else ".")
         )
         if plan.packed:
-            lead += " What is saved outside of segments is packed where that is lossless."
+            lead += " What is saved outside segments is packed where that is lossless."
         if plan.place != "device":
-            lead += f" What is saved outside of segments waits elsewhere ({plan.place})."
+            lead += f" What is saved outside segments waits elsewhere ({plan.place})."
         if plan.in_backward:
             lead += " The optimizer runs in backward."
         self.section("Modules", lead, module_tree(before, after[0] if after else None, plan))

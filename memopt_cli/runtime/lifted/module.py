@@ -1,7 +1,7 @@
 """Modules whose methods are generated from a stored program: lifted TorchScript and exported models.
 
 A class is made for each program, after the program is checked (``program.py``); its code is text that ``source.py``
-writes.  A checked program calls only allowed operators and modules of its own.  :func:`check_lifted` makes sure that
+writes.  A checked program calls only allowed operators and its own modules.  :func:`check_lifted` makes sure that
 the attributes under the names of these modules are modules, and that those that the program reads or sets are data.
 """
 
@@ -155,7 +155,7 @@ def _make_class(program: tuple[Any, ...]) -> type[LiftedModule]:
 
 
 def _namespace(number: int, names: dict[str, Any]) -> dict[str, Any]:
-    """Return the globals of generated code: those of a module of its own, which Python can import.
+    """Return the globals of generated code: those of its own module, which Python can import.
 
     ``torch.compile`` looks globals up by the name of that module, and finds Python's builtins there for the functions
     of PyTorch and memopt that it compiles into it; PyTorch imports lazily, by the import that it finds there.

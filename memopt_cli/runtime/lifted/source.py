@@ -315,7 +315,7 @@ def _carried_variables(writer: _Writer, node: Node, after: NeededValues) -> list
     """Return the variables that the loop ``node`` carries from round to round.
 
     A starting value that nothing else needs gives its own variable: ``h = zeros(…)`` before the loop, ``h = cell(h)``
-    in it.  Otherwise the loop gets a variable of its own, ``h_1 = h``, since it would overwrite ``h``.
+    in it.  Otherwise the loop gets its own variable, ``h_1 = h``, since it would overwrite ``h``.
     """
     starts, inside = node[2][2:], writer.layout.used_inside(node)
     times = collections.Counter(start for start in starts if type(start) is int)

@@ -1,6 +1,6 @@
 """Sending stored tensors to a place in forward, freeing their memory, and fetching them in backward, each in time.
 
-Tensors that are stored together are a *parcel*: the tensors of one segment, or a few that are saved outside of
+Tensors that are stored together are a *parcel*: the tensors of one segment, or a few that are saved outside
 segments.  They are sent as soon as they are stored.  When the next parcel is complete, forward waits until earlier
 parcels have been copied, and frees their tensors.  When backward comes to a parcel, it also begins to fetch the parcel
 that it needs next::
@@ -39,7 +39,7 @@ from memopt_cli.runtime.private_torch import (
 _MIN_SENT_BYTES: Final = 1 << 16
 """Minimum bytes of a tensor that is sent."""
 _PARCEL_SAVES: Final = 4
-"""Number of tensors in a parcel of tensors that are saved outside of segments."""
+"""Number of tensors in a parcel of tensors that are saved outside segments."""
 
 
 class _ThreadParcels(threading.local):
@@ -132,7 +132,7 @@ def parcel_to(place: str) -> Parcel | None:
 
 
 class ParcelSeries:
-    """The parcels of tensors that are saved one by one, outside of segments."""
+    """The parcels of tensors that are saved one by one, outside segments."""
 
     def __init__(self, place: str) -> None:
         self._place = place
@@ -205,7 +205,7 @@ class _Part:
         """Free the tensors once they are copied, unless anything but the parts ``sent`` holds their memory.
 
         A tensor that was written in the meantime stays, and reading it in backward raises an error.  It stays as well
-        if its memory was exchanged, as ``share_memory_`` does: the copy may have been made of other values.
+        if its memory was replaced, as ``share_memory_`` does: the copy may have been made of other values.
         """
         with self._lock:
             if not self.may_go or any(version_of(tensor) != version for tensor, version in self._tensors):
@@ -274,7 +274,7 @@ def _check_unwritten(tensors: Sequence[tuple[Tensor, int]]) -> None:
         if version_of(tensor) != version:
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} that backward needs was modified in place after it was "
-                f"stored (version {version} -> {version_of(tensor)}). Make the modification out of place."
+                f"stored (version {version} -> {version_of(tensor)}). Use an out-of-place operation there."
             )
 
 

@@ -100,7 +100,7 @@ def _ask_nvml(uuid: str) -> tuple[int, list[str]]:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError as err:
         raise MeasurementError(
-            f"NVML does not report the free memory of the device: {err}", hint="Give bytes: `--memory 24GiB`."
+            f"NVML does not report the free memory of the device: {err}", hint="Use a size: `--memory 24GiB`."
         ) from err
 
 

@@ -30,7 +30,7 @@ class LengthSampler(Sampler[list[int]]):
         if not 0 <= rank < ranks:
             raise UsageError(f"rank {rank} of {ranks} does not exist", hint="Ranks count from 0.")
         if not lengths:
-            raise BatchShapeError("lengths is empty", hint="Give the number of steps of each sequence.")
+            raise BatchShapeError("lengths is empty", hint="Pass the number of steps of each sequence.")
         if (shortest := min(lengths)) < 1:
             raise BatchShapeError(
                 f"sequence {lengths.index(shortest)} has {shortest} steps; it must have at least 1",
@@ -88,7 +88,7 @@ class LengthBucketSampler(LengthSampler):
         super().__init__(lengths, seed=seed, shuffle=shuffle, rank=rank, ranks=ranks)
         if batch_size < 1:
             raise UsageError(
-                f"batch_size is {batch_size}; it must be at least 1", hint="Give the number of sequences in a batch."
+                f"batch_size is {batch_size}; it must be at least 1", hint="Pass the number of sequences in a batch."
             )
         self._size = batch_size
 

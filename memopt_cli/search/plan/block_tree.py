@@ -30,7 +30,7 @@ class Block:
     """One call of a module, or a gap: the operators that a module runs between the calls of its children."""
 
     path: str
-    """Path of the module; empty for the root, and for operators without a module of their own."""
+    """Path of the module; empty for the root, and for operators without their own module."""
     kept_bytes: int
     """Bytes kept for backward that the block pays for."""
     peak_bytes: int
@@ -114,7 +114,7 @@ def _nest_calls(calls: Sequence[ModuleCall]) -> _Node:
 def _gather_rounds(nodes: Sequence[_Node], stop: int) -> _Node:
     """Gather ``nodes`` in a round up to the operator ``stop``.
 
-    Nodes whose backward ends before the next call are rounds of their own in it.
+    Nodes whose backward ends before the next call are their own rounds in it.
     """
     parts: list[_Node] = []
     for node in nodes:

@@ -55,7 +55,7 @@ SEGMENT_S = 150e-6
 """Seconds that one run of a segment adds to its operators, forward and recomputation together: state, hooks,
 generators."""
 MODULE_S = 12e-6
-"""Seconds that each module in a segment adds: its state is saved and put back."""
+"""Seconds that each module in a segment adds: its state is saved and restored."""
 SEGMENT_OP_S = 3e-6
 """Seconds that a segment adds to every operator in it: hooks on tensors that autograd saves."""
 PACKING_S = 90e-6
@@ -101,7 +101,7 @@ class Passes:
     norms: int = 0
     """Number of batch norms; a pass ends at each."""
     ops: int = 0
-    """Number of operators of forward in all passes together."""
+    """Number of forward operators in all passes together."""
     seconds: float = 0.0
     """Seconds that the passes add in forward and recomputation together."""
 
@@ -184,8 +184,9 @@ def statistics_passes(
     """Price the passes over the operators from ``start`` to ``stop``, which gather batch statistics.
 
     ``elapsed``: seconds before each operator.  ``norms``: batch norms of the step.  ``trained_bytes``: see
-    :func:`trained_input_bytes`.  A linked pass runs the operators up to its norm twice, in
-    forward and in backward: two norms, 1 s and 3 s after the start, add about 2 * (1 + 3) s.
+    :func:`trained_input_bytes`.  A linked pass runs the operators up to its norm twice, in forward and in backward: two
+    norms, 1 s and 3 s after the start, add about 2 * (1 + 3) s.  A pass that is not linked is differentiated as well,
+    at twice the time of its forward: it adds 4 times the time up to its norm.
     """
     inner_norms = norms[_first_from(norms, start) : _first_from(norms, stop)]
     seconds = saved_s = 0.0
@@ -194,9 +195,9 @@ def statistics_passes(
         maker = norm.input_maker
         maker_s = elapsed[maker + 1] - elapsed[maker] if maker >= start else 0.0
         until_s = elapsed[norm.op] - elapsed[start] - saved_s
-        if norm.input_bytes <= trained_bytes:  # linked: the pass runs in forward, and once more in backward
+        if norm.input_bytes <= trained_bytes:  # linked: the next pass takes the norm's input from this one
             seconds += 2 * until_s - maker_s
-        else:  # not linked: the next pass's backward goes through this pass as well, at twice the time of its forward
+        else:  # not linked: the next pass's backward goes through this pass as well
             seconds += 4 * until_s
         seconds += _NORM_TIME_RATIO * norm_s
         saved_s += (1 - _NORM_TIME_RATIO) * norm_s
@@ -395,7 +396,7 @@ class CostModel:
         return replayed
 
     def _saved_before(self, replayed: ReplayedSegment, replayed_segments: Sequence[ReplayedSegment]) -> set[int]:
-        """Return the parts of the inputs of ``replayed`` that autograd has saved outside of segments before it."""
+        """Return the parts of the inputs of ``replayed`` that autograd has saved outside segments before it."""
         segments = [other.call.forward for other in replayed_segments]
 
         def is_saved(index: int) -> bool:
@@ -508,7 +509,7 @@ def packed_inputs(
 
 
 def ends_of_recomputation(trace: StepTrace) -> list[tuple[int, int]]:
-    """List each operator of forward that autograd saves tensors for, and the one before which a recomputation may stop.
+    """List each forward operator that autograd saves tensors for, with the operator at which a recomputation may stop.
 
     If only inputs of an operator are saved, like a linear layer's, it need not run again: autograd saves inputs before
     the operator runs.  If its output is saved, like a ReLU's, it must run again.

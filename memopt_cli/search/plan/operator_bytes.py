@@ -26,7 +26,7 @@ class OperatorBytes:
         self.payer: dict[int, int] = {}
         """Storage kept for backward -> the operator that pays for it."""
         self.paid, self.paid_packed = self._compute_payments()
-        """Prefix sums of the bytes that operators of forward pay for: without packing, and with it."""
+        """Prefix sums of the bytes that forward operators pay for: without packing, and with it."""
         self.base, self.entry, self.resident = self._levels()
         """Three lists of bytes alive that are not kept for backward: while an operator runs, with its workspace; before
         it runs; and the part that no plan changes (parameters, gradients, inputs)."""

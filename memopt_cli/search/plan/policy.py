@@ -114,12 +114,12 @@ def resolve(overrides: SearchOverrides, *, has_inputs: bool = True) -> ResolvedS
         if profile is None:
             raise OptionError(
                 f"level {requested} measures the model, and needs a dummy_input to run it on",
-                hint="Give dummy_input=(x, …), or level=1.",
+                hint="Pass dummy_input=(x, …), or level=1.",
             )
         options = replace(options, level=1)
         notes.append(
             f"Level 1 is used instead of level {requested}, which is measured and needs inputs to run the model on. "
-            "Give dummy_input=(x, …) for a higher level."
+            "Pass dummy_input=(x, …) for a higher level."
         )
     if options.max_slowdown == math.inf:
         options = replace(options, max_slowdown=None)

@@ -29,7 +29,7 @@ from memopt_cli.search.plan.sending import (
 )
 
 MIN_PACKED_BYTES = 4096
-"""Minimum bytes of a tensor that is packed outside of segments (see :mod:`memopt_cli.runtime.packing`)."""
+"""Minimum bytes of a tensor that is packed outside segments (see :mod:`memopt_cli.runtime.packing`)."""
 _NORM_BACKWARD = "aten::native_batch_norm_backward"
 
 
@@ -103,7 +103,7 @@ class Original:
         self.bytes_before = sum(s.nbytes for s in trace.storages if s.born < 0)
         """Bytes alive when the step begins."""
         self.savers = [[op for op in s.saved_by if self.is_forward[op]] for s in trace.storages]
-        """For every storage, the operators of forward that autograd saves it for."""
+        """For every storage, the forward operators that autograd saves it for."""
         self.makers = {s.born: s.module if s.kind == "gradients" else None for s in trace.storages}
         """Operator -> the module whose parameter's gradient it makes; ``None`` if it makes another storage."""
         self.first_backward_reader: dict[int, int] = {}
@@ -137,7 +137,7 @@ class _Order:
         concatenated.
         """
         self.instants: list[int] = []
-        """Instant of every recorded operator; of its first run for an operator of forward."""
+        """Instant of every recorded operator; of its first run for a forward operator."""
         starts: dict[int, list[ReplayedSegment]] = defaultdict(list)
         joins: dict[int, list[ReplayedSegment]] = defaultdict(list)
         for replayed in replayed_segments:
@@ -391,7 +391,7 @@ class _Parcels:
     ) -> None:
         """Make a parcel for each of ``replayed_segments`` that sends its inputs.
 
-        With ``sends_outside``, make parcels for saves outside of segments as well.
+        With ``sends_outside``, make parcels for saves outside segments as well.
         """
         self._original, self._order = original, order
         self.by_segment: dict[ReplayedSegment, SentParcel] = {}
@@ -419,7 +419,7 @@ class _Parcels:
         schedule_parcels([*self.by_segment.values(), *(first.parcel for first, *_ in groups)])
 
     def _groups(self, inner: Sequence[ReplayedSegment | None]) -> Iterator[list[_StoredInParcel]]:
-        """Yield an entry for each save in a parcel, parcel by parcel, for saves outside of segments."""
+        """Yield an entry for each save in a parcel, parcel by parcel, for saves outside segments."""
         storages, savers = self._original.trace.storages, self._original.savers
         large = (index for index, storage in enumerate(storages) if storage.nbytes >= MIN_PACKED_BYTES)
         saves = sorted((op, index) for index in large for op in savers[index] if inner[op] is None)
@@ -450,9 +450,9 @@ class Replay:
     ) -> None:
         self.replayed_segments = replayed_segments
         self.packed_outside: list[int] = []
-        """For every storage packed outside of segments, the bytes that packing takes time for."""
+        """For every storage packed outside segments, the bytes that packing takes time for."""
         self.left_unpacked = 0
-        """Number of inspections outside of segments after which a tensor is not packed."""
+        """Number of inspections outside segments after which a tensor is not packed."""
         self.sent: list[SentTensor] = []
         """Tensors that are sent to another place and freed on the device meanwhile."""
         self._packed = packed

@@ -34,7 +34,7 @@ class PlanPermissions:
     chunk_factor: int = 2
     """Factor between numbers of chunks: 2, 4, 8 …"""
     packed: bool = False
-    """Whether tensors that autograd saves outside of segments are packed."""
+    """Whether tensors that autograd saves outside segments are packed."""
     keep: bool = True
     """Whether outermost segments may keep the outputs of costly calls."""
     limits: SegmentLimits = field(default_factory=SegmentLimits)
@@ -57,7 +57,7 @@ class Context:
     """Indices of the costly calls in the block whose outputs the innermost segment around them keeps."""
 
     def narrow_to(self, block: Block) -> Context:
-        """Return this context for ``block``, without kept calls outside of the block."""
+        """Return this context for ``block``, without kept calls outside the block."""
         return replace(self, kept=self.kept & {c.op for c in block.costly}) if self.kept else self
 
 

@@ -1,7 +1,7 @@
 """Predictions for plans that send tensors to host memory or a file: when each is freed, and how long copies delay.
 
 :mod:`memopt_cli.runtime.places.schedule` sets the order.  Tensors are sent in parcels: one for each segment, with what
-the segment stores, and one for every four saves outside of segments.  A parcel is freed on the device (*given up*) once
+the segment stores, and one for every four saves outside segments.  A parcel is freed on the device (*given up*) once
 the next parcel is complete, and its fetch begins when backward needs the next parcel::
 
     forward     1 complete      2 complete: 1 is given up                 3 complete: 2 is given up
@@ -21,7 +21,7 @@ from memopt_cli.text.paths import is_within
 MIN_SENT_BYTES: Final = 1 << 16
 """Minimum bytes of a tensor that is sent."""
 SAVES_OF_A_PARCEL: Final = 4
-"""Saves outside of segments that make a parcel."""
+"""Saves outside segments that make a parcel."""
 LINK_BYTES_PER_S: Final = 1e9
 """Assumed rate of copies to and from a place, in bytes per second, where it was not measured."""
 NEVER_NEEDED: Final = sys.maxsize
@@ -96,18 +96,18 @@ def waits_s(
 
 
 def sending_variants(plan: Plan, place: PlaceName) -> Iterator[Plan]:
-    """Yield ``plan`` with tensors sent to ``place``: the inputs of segments, saves outside of segments, and both."""
+    """Yield ``plan`` with tensors sent to ``place``: the inputs of segments, saves outside segments, and both."""
     segments = tuple(_send_inputs(segment, plan, place) for segment in plan.segments)
     if segments != plan.segments:
         yield replace(plan, segments=segments)
-    if not plan.packed:  # with packing and sending outside of segments, a dry run is not exact
+    if not plan.packed:  # with packing and sending outside segments, a dry run is not exact
         yield replace(plan, place=place)
         if segments != plan.segments:
             yield replace(plan, segments=segments, place=place)
 
 
 def fewer_sent(plan: Plan) -> Iterator[Plan]:
-    """Yield ``plan`` with the inputs of one segment, or the saves outside of segments, kept on the device."""
+    """Yield ``plan`` with the inputs of one segment, or the saves outside segments, kept on the device."""
     for index, segment in enumerate(plan.segments):
         if segment.place != "device":
             segments = (*plan.segments[:index], replace(segment, place="device"), *plan.segments[index + 1 :])

@@ -79,7 +79,7 @@ def loop_notes(modules: Sequence[ModuleTrace]) -> list[str]:
     names = format_some([module.path for module in outer])
     return [
         f"forward calls {names} at least {calls} times each, as a loop over time steps does. Put one time step, the "
-        "body of the loop, into a module of its own, which a plan can recompute (docs/spiking.md has an example)."
+        "body of the loop, into its own module, which a plan can recompute (docs/spiking.md has an example)."
     ]
 
 

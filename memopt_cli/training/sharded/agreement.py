@@ -102,7 +102,7 @@ class Ranks:
             raise UsageError(
                 f"rank {other} has a different {what} from rank 0: its digest is {digests[other][:12]}, "
                 f"not {digests[0][:12]}",
-                hint="Give every rank the same files and flags, and the same version of them.",
+                hint="Use the same files, in the same version, and the same flags on every rank.",
             )
         return digests[0]
 

@@ -24,7 +24,7 @@ def fake_group(layout: RankLayout, rank: int) -> Iterator[DeviceMesh]:
     """Make this process ``rank`` of a fake group for the block, and yield the mesh of all ranks.
 
     The mesh is on the CPU, since a machine without a GPU cannot train on tensors of a GPU, even without data.  Raises
-    :class:`UsageError` in a process that has a group of its own, and :class:`StepError` without ``torch.distributed``.
+    :class:`UsageError` in a process that has its own group, and :class:`StepError` without ``torch.distributed``.
     """
     _require_distributed()
     if dist.is_initialized():

@@ -101,7 +101,7 @@ def _call_and_check(
 
 
 def data_ranks(model: nn.Module) -> int:
-    """Return the number of ranks that have samples of their own: over which ``fully_shard`` or DDP reduces gradients.
+    """Return the number of ranks that have their own samples: over which ``fully_shard`` or DDP reduces gradients.
 
     Ranks that divide the work differently, such as tensor parallel ones, are given the same samples.
     """

@@ -359,7 +359,7 @@ class TestInProcess:
             source=ModelSource(location=saved(tmp_path / "net.pt", conv_net()), trust=Trust(pickle=True)),
             spec=InputSpec(tensors=(parse_tensor("x:100x16"), parse_tensor("edges:2x300@int64=0..100")), source="here"),
         )
-        with pytest.raises(UsageError, match="it is not known which one is the batch") as caught:
+        with pytest.raises(UsageError, match="memopt cannot tell which dimension is the batch") as caught:
             recommend_batch(request, progress=Progress(), ask=None)
         assert "-i x:Bx16 --dim B=100" in str(caught.value.hint)
 

@@ -242,7 +242,7 @@ def test_a_plan_that_only_one_command_names_is_not_comparable(
         patch.setattr("memopt_cli.pipeline.comparisons.regression._CheckedStep.session", never)
         with pytest.raises(BaselineError, match="recorded under a plan of 2 segments, and this step has no") as said:
             history.check()
-        assert said.value.hint.startswith(f"Give the plan: `--plan '{plan}'`.\n")
+        assert said.value.hint.startswith(f"Add the plan: `--plan '{plan}'`.\n")
         history.rewrite(plan_path="", memory__plan=to_data(Plan()))
         with pytest.raises(BaselineError, match="recorded without a plan, and this step has a plan of 2 segments"):
             history.check(plan_path=str(plan))

@@ -174,7 +174,7 @@ ON_A_GPU = (
     "128.00 MiB is reserved by PyTorch but unallocated"
 )
 NO_LIMIT = (
-    "memory ran out, and the error does not say how much there was: add `--memory 16GiB`, or give the `--log` that "
+    "memory ran out, and the error does not say how much there was: add `--memory 16GiB`, or use the `--log` that "
     "explain_oom wrote"
 )
 ON_THE_CPU = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8589934592 bytes. Error code 12"
@@ -366,7 +366,7 @@ def test_a_step_that_does_not_fit_here_is_not_run(
     (plan,) = (said for said in found.suggestions if said.change == "plan")
     assert (plan.peak_bytes, plan.seconds) == (None, None)
     assert plan.predicted_bytes <= found.limit_bytes
-    assert plan.not_run.startswith("not run here: it needs ")
+    assert plan.not_run.startswith("not run: it needs ")
     assert plan.command.startswith("memopt optimize ")
     text = text_of(found)
     assert plan.not_run in text

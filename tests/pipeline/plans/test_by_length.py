@@ -196,7 +196,7 @@ def test_a_model_that_reads_its_data_is_counted_by_runs(memopt: Memopt, in_proce
         (("--dim", "S=16", "--dim", "T=16:64", "--budget", "60%"), "--dim T: no input has a dimension T"),
         (
             ("--dim", "S=16:64", "--budget", "60%", "--lengths", "lengths.txt"),
-            "has the length 90, outside of the range S=16:64",
+            "has the length 90, outside the range S=16:64",
         ),
         ((*RANGE, "--budget", "60%", "--lengths", "empty.txt"), "empty.txt holds no lengths"),
         ((*RANGE, "--budget", "60%", "--lengths", "nowhere.txt"), "cannot read lengths from nowhere.txt"),

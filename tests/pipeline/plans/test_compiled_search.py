@@ -96,7 +96,7 @@ def answer(
         patch.setattr(CompiledSearch, "_with_cache", lambda self: None)
         found = search.answer(eager)
     planner: Any = search.search.planner
-    assert planner.levels <= {2}, "chunks and packing run outside of compiled code"
+    assert planner.levels <= {2}, "chunks and packing run outside compiled code"
     return "nothing" if found is None else in_short(found.plan)
 
 

@@ -210,7 +210,7 @@ def test_a_plan_that_does_not_fit_here_gives_way_to_one_that_does() -> None:
 def test_the_fastest_plan_that_was_not_run_is_named(max_slowdown: float | None) -> None:
     search, _ = goal(lambda peak: unrun(peak, 100))
     with pytest.raises(
-        NotRunHereError, match="700 B is predicted to fit, but not run here: it needs 700 B, and 100 B is free"
+        NotRunHereError, match="700 B is predicted to fit, but not run: it needs 700 B, and only 100 B is free"
     ):
         replace(search, max_slowdown=max_slowdown).within(750)
 
@@ -237,7 +237,7 @@ def test_the_original_is_not_called_a_plan() -> None:
 @pytest.mark.parametrize(
     ("can_rise", "can_shrink", "said"),
     [
-        (True, True, "Raise `--budget` or `--level`, or take a smaller batch (`--dim B=…` where the shape says B)."),
+        (True, True, "Raise `--budget` or `--level`, or use a smaller batch (`--dim B=…`, if the shape has a B)."),
         (False, False, "Raise `--budget`."),
     ],
 )
@@ -271,12 +271,12 @@ def test_modules_are_named_until_four_fifths_of_the_activations_are_accounted_fo
     _, held = unavoidable_parts(least, (), frees_gradients=False)
     assert held == (
         "The rest are activations and tensors that backward makes: 200 B of 'blocks.*.mlp (×2)', 150 B of 'head', "
-        "90 B of the step outside of modules, 60 B of 'norm', 50 B of 'other', 20 B of 'last', and 130 B of others."
+        "90 B of the step outside modules, 60 B of 'norm', 50 B of 'other', 20 B of 'last', and 130 B of others."
     )
     wider = replace(least, holders=(*holders, ModuleShare(path="wide", held_bytes=110)))
     _, held = unavoidable_parts(wider, (), frees_gradients=False)
     assert held.endswith(
-        "200 B of 'blocks.*.mlp (×2)', 150 B of 'head', 110 B of 'wide', 90 B of the step outside of modules, "
+        "200 B of 'blocks.*.mlp (×2)', 150 B of 'head', 110 B of 'wide', 90 B of the step outside modules, "
         "60 B of 'norm', and 90 B of others."
     )
     larger = replace(least, holders=(*holders, ModuleShare(path="large", held_bytes=400)))
@@ -301,7 +301,8 @@ def test_eight_modules_are_named_at_most() -> None:
 )
 def test_a_peak_of_gradients_is_said_to_be_halved_by_a_cast(frees: bool, more: str) -> None:
     _, weights = unavoidable_parts(counted(1000, gradients=501), (), frees_gradients=frees)
-    assert weights == f"Parameters and gradients are most of its peak: model.bfloat16() halves both.{more}"
+    said = "Parameters and gradients are most of its peak: model.bfloat16() halves both, but changes the results."
+    assert weights == said + more
 
 
 def test_the_least_plan_is_measured_before_a_budget_is_refused() -> None:
@@ -428,7 +429,7 @@ def test_a_frontier_that_cannot_be_timed_in_turns_says_so() -> None:
     points = replace(search, measurements=measurements).frontier(search.search.planner.plans)
     assert len(points) == 2
     (note,) = search.search.findings.notes
-    assert note.endswith("in turns with the original: the step ran past its time limit of 600 s.")
+    assert note.endswith("alternating with the original: the step ran past its time limit of 600 s.")
 
 
 def a_point(outcome: Measurement | Failure, plan: Plan = Plan(packed=True)) -> ParetoPoint:  # noqa: B008 it is frozen

@@ -356,7 +356,7 @@ def test_a_model_that_does_not_fit(tmp_path: Path, spawn_memopt: Memopt, monkeyp
     assert summary.verification.batch < 16
     assert "does not run → " in done.out
     assert "The original does not fit here" in done.out
-    assert f"at batch {summary.verification.batch}, not the size that was asked for" in done.out
+    assert f"at batch {summary.verification.batch}, not the requested size" in done.out
     assert isinstance(summary.advice, BatchEstimate)
     assert summary.advice.batch < 16 * 100
 
@@ -838,7 +838,7 @@ def test_a_guess_that_does_not_fit_is_called_a_guess(optimize: Memopt) -> None:
     torch.save(nn.Sequential(nn.Linear(8, 4), nn.Linear(5, 4)), "net.pt")
     done = optimize("net.pt", "-q")
     assert (done.code, done.changed) == (3, set())
-    assert "hint: The inputs were a guess from 0 (Linear). Give inputs" in done.err
+    assert "hint: The inputs were a guess from 0 (Linear). Use inputs" in done.err
     assert "a guess" not in optimize("net.pt", "-q", "-i", "2x8").err
 
 
@@ -1064,9 +1064,7 @@ def test_what_follows_the_step_is_left_out_where_it_ends_the_subprocess(
     found = summary_of(done).verification
     assert (found.passed, found.batch) == (True, 512)
     assert found.further == (
-        FurtherCheck(
-            name="in later steps", batch=512, not_tried="the profiling subprocess was lost: gone", skipped=True
-        ),
+        FurtherCheck(name="in later steps", batch=512, not_tried="the profiling subprocess died: gone", skipped=True),
     )
 
 

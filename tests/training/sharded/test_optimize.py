@@ -118,7 +118,7 @@ def test_every_range_of_a_plan_by_length_is_verified(capsys: pytest.CaptureFixtu
         "60%",
     ]
     assert main(["optimize", f"{MODELS}:shorter", *step, "--unverified"]) == 2
-    assert "Give --dim one size" in capsys.readouterr().err
+    assert "Use one size for --dim" in capsys.readouterr().err
 
 
 def test_what_is_measured_is_verified(capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,7 +180,7 @@ def test_more_ranks_are_proposed_where_each_then_has_less(
 
 
 def test_a_share_of_unknown_memory_is_refused_before_the_model_is_built() -> None:
-    with pytest.raises(UsageError, match="the memory of a rank's device is not known"):
+    with pytest.raises(UsageError, match="memopt cannot tell the memory of a rank's device"):
         recommend_ranks(lambda: pytest.fail("built"), FLAGS[1], ranks=2, parallelize="fsdp", memory=0.5)
 
 
@@ -194,7 +194,7 @@ def test_a_share_of_unknown_memory_is_refused_before_the_model_is_built() -> Non
         ("8", ("--mesh", "dp=2,tp=3"), "the mesh has 2 × 3 = 6 ranks, not 8"),
         ("8:16", ("--mesh", "replicate=-1,shard=3"), "the mesh replicate=-1,shard=3 does not divide 8 ranks"),
         ("8", ("--mesh", "a=-1,b=-1"), "has 2 axes of length -1"),
-        ("8", ("--memory", "90%"), "the memory of a rank's device is not known"),
+        ("8", ("--memory", "90%"), "memopt cannot tell the memory of a rank's device"),
         ("8", ("--global-batch", "64"), "--global-batch cannot be used with --ranks"),
         ("8", ("-o", "batch.yaml"), "--output cannot be used with --ranks"),
         ("8", ("--replicas", "1:4"), "--replicas needs steps that run"),

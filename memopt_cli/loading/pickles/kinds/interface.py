@@ -63,7 +63,7 @@ class Missing:
 
     reason: str
     lacks: str = ""
-    """Name of a missing module outside of the name's own package; empty if there is none."""
+    """Name of a missing module outside the name's own package; empty if there is none."""
 
 
 class Graph(Protocol):

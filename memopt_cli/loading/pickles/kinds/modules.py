@@ -5,7 +5,7 @@ An object is created without its constructor and given its attributes, which wer
 
     {"training": True, "in_features": 3, "_parameters": {"weight": …}, "_modules": {}, …}
 
-Attributes that every module has, such as ``_parameters``, have a check of their own (:data:`REGISTERS`).  Any other is
+Attributes that every module has, such as ``_parameters``, have their own check (:data:`REGISTERS`).  Any other is
 refused if it has a special name, such as ``__class__``, or would hide a method (:func:`.interface.shadowing`).
 """
 
@@ -133,7 +133,7 @@ class Libraries:
     libraries: tuple[str, ...]
 
     def claims(self, use: Use) -> bool:
-        """Return whether one of the libraries has the name of ``use``, outside of its programs and examples."""
+        """Return whether one of the libraries has the name of ``use``, outside its programs and examples."""
         is_program = {"__main__", "examples"} & {*use.name.module.split(".")}
         return any(is_inside(use.name.module, library) for library in self.libraries) and not is_program
 

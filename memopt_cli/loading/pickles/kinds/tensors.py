@@ -74,7 +74,7 @@ class PickledStorages:
                     )
                 dtype = getattr(torch, STORAGE_DTYPES[kind])
                 return FileStorage(self.storages.get(key, count * dtype.itemsize), dtype)
-        raise BrokenError("it refers to data outside of the pickle that is not a storage")
+        raise BrokenError("it refers to data outside the pickle that is not a storage")
 
 
 def _checked_sizes(value: Any) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Objects that the user trusts by a flag: of a package, of a single name, or of code of their own."""
+"""Objects that the user trusts by a flag: of a package, of a single name, or of their own code."""
 
 from __future__ import annotations
 
