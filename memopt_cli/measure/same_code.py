@@ -40,16 +40,15 @@ def find_difference(source: ModelSource, names: Sequence[str], functions: Sequen
 
     ``names``: qualified names of classes and functions that it imports for the model of ``source``.
     """
-    functions = [function for function in functions if function.function is not None]
+    given = {function.reference: function.function for function in functions if function.function is not None}
     try:
-        here = _Reading([*map(pkgutil.resolve_name, names), *(function.function for function in functions)])
+        here = _Reading([*map(pkgutil.resolve_name, names), *given.values()])
     except Exception as err:  # the user's classes may do anything
         return f"its code cannot be compared with its files ({first_line(err)})"
     if not here.digests:
         return ""
     with Session(Subject(source=source), 600.0) as session:
-        imports = tuple(function.reference for function in functions)
-        there = session.ask(CodeJob(names=(*names, *sorted(here.modules)), functions=imports))
+        there = session.ask(CodeJob(names=(*names, *sorted(here.modules)), functions=tuple(given)))
     if not isinstance(there, CodeRead):  # the first step fails likewise, and its error is shown
         return ""
     both = here.digests.keys() & there.digests.keys()
@@ -145,8 +144,7 @@ class _Reading:
         if id(value) not in self._added:
             self._added[id(value)] = value, type(value).__qualname__  # if it contains itself
             with contextlib.suppress(Exception):  # the user's objects may do anything
-                text = self._text_of(value) or self._read_object(value, type(value), name)
-                self._added[id(value)] = value, text
+                self._added[id(value)] = value, self._text_of(value) or self._read_object(value, type(value), name)
         self._texts.setdefault(name, set()).add(self._added[id(value)][1])
         self.files.setdefault(name, self._file)
 
@@ -155,13 +153,12 @@ class _Reading:
         kind = type(value)
         if kind in ATOMS:
             return repr(value)
-        self._pending += [kind] if kind is not types.FunctionType and not issubclass(kind, type) else [value]
+        if kind is types.FunctionType or issubclass(kind, type):
+            self._pending.append(value)
+            return self._text_of(value.__code__) if kind is types.FunctionType else str(value.__qualname__)
+        self._pending.append(kind)
         if issubclass(kind, enum.Enum):
             return f"{kind.__qualname__}.{value._name_} {self._text_of(value._value_)}"
-        if issubclass(kind, type):
-            return str(value.__qualname__)
-        if kind is types.FunctionType:
-            return self._text_of(value.__code__)
         if kind is types.CodeType:  # the same wherever it is in the file
             parts = [getattr(value, f"co_{part}") for part in _OF_CODE.split()]
             return _digest([*parts, *(self._text_of(constant) or repr(constant) for constant in value.co_consts)])

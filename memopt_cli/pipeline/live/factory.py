@@ -33,8 +33,8 @@ def prepared_factory(
     """Prepare the model that ``model`` builds for a prediction; its parameters are never allocated.
 
     ``functions``: the functions called by the step, and the function that shards the model.  If a subprocess could not
-    import one of them, or has other code, it runs in this process, and a note has the reason.  Raises
-    :class:`MemoptError` if ``plan`` does not suit the model.
+    run one of them, it runs in this process, and a note has the reason.  Raises :class:`MemoptError` if ``plan``
+    does not suit the model.
     """
     obstacle = next(filter(None, (function.obstacle for function in (model, *functions))), "")
     if not obstacle and (obstacle := find_difference(subject.source, [], (model, *functions))):
