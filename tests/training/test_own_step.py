@@ -48,7 +48,10 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("kind", ["decorated", "old", "partial", "bound"])
-def test_a_function_that_its_name_does_not_lead_to_is_called_here(kind: str, steps: Any) -> None:
+def test_a_function_that_its_name_does_not_lead_to_is_called_here(
+    kind: str, steps: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(STEPS.parent))
     make = steps.two_rounds
     if kind == "old":  # as after a reload
         steps.two_rounds = functools.partial(make)
