@@ -149,7 +149,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [
-        ("", "needs --parallel fsdp, ddp or FILE.py:NAME"),
+        ("", "--parallel fsdp, ddp or FILE.py:NAME is missing"),
         ("--parallel fsdp --mesh dp=3", "the mesh has 3 = 3 ranks, not 2"),
         ("--parallel fsdp --device cuda:1", "--device cuda:1 is one device, but every rank has its own"),
         ("--parallel missing.py:shard", "there is no file 'missing.py'"),
