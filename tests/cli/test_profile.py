@@ -173,9 +173,9 @@ def test_the_first_and_the_last_rank_are_asked_for(requests: list[ProfileRequest
         ("--fake --ranks 0 --parallel fsdp", "'0' is not a whole number from 1 to 1048576"),
         ("--fake --ranks 2 --parallel missing.py:shard", "there is no file 'missing.py'"),
         ("--fake --ranks 2 --parallel zero3", "'zero3' is neither fsdp nor ddp nor of the form"),
-        ("--fake --ranks 2", "--parallel fsdp, ddp or FILE.py:NAME is missing"),
-        ("--fake --parallel fsdp", "--ranks N is missing"),
-        ("--fake --mesh dp=2", "--ranks N is missing"),
+        ("--fake --ranks 2", "needs --parallel fsdp, ddp or FILE.py:NAME"),
+        ("--fake --parallel fsdp", "needs --ranks N"),
+        ("--fake --mesh dp=2", "needs --ranks N"),
         ("--ranks 2 --parallel fsdp", "one rank of many is predicted on tensors without data"),
     ],
 )
