@@ -111,16 +111,27 @@ def skipped_layers(model: nn.Module) -> list[str]:
     return list(groups)
 
 
-def runs_alike(model: nn.Module, groups: Collection[str], forward: Callable[[], object]) -> bool:
-    """Return whether ``forward`` calls the same modules in all layers of each of the ``groups`` of ``model``."""
-    called: set[nn.Module] = set()
-    with module_hooks(model, lambda _path, module, _inputs: called.add(module), lambda *_: None):
+def called_modules(model: nn.Module, forward: Callable[[], object]) -> frozenset[str]:
+    """Return the paths of the modules of ``model`` that ``forward`` calls."""
+    called: set[str] = set()
+    with module_hooks(model, lambda path, _module, _inputs: called.add(path), lambda *_: None):
         forward()
-    seen: dict[str, set[frozenset[str]]] = {group: set() for group in groups}
-    for path, module in model.named_modules():
-        if (group := _NUMBER.sub("*", path)) in seen:
-            seen[group].add(frozenset(name for name, part in module.named_modules() if part in called))
-    return all(len(calls) == 1 and all(calls) for calls in seen.values())
+    return frozenset(called)
+
+
+def calls_of_all_layers(model: nn.Module, groups: Collection[str], called: Collection[str]) -> frozenset[str]:
+    """Return the paths of the modules that a forward calls if it runs all layers of the ``groups`` of ``model``.
+
+    ``called``: modules that were called in several forwards, which skip layers.  If one layer of a group calls
+    ``blocks.0.conv``, each layer that has such a part calls it when it runs.
+    """
+    paths = {path for path, _ in model.named_modules()}
+    calls: set[str] = set()
+    for group in groups:
+        layers = [path for path in paths if _NUMBER.sub("*", path) == group]
+        parts = {path.removeprefix(layer) for layer in layers for path in called if f"{path}.".startswith(f"{layer}.")}
+        calls.update(layer + part for layer in layers for part in parts)
+    return frozenset(calls & paths)
 
 
 @contextlib.contextmanager

@@ -13,11 +13,12 @@ from memopt_cli.errors import StepError
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.training.module_calls import (
     InputsRejectedError,
+    called_modules,
+    calls_of_all_layers,
     failed_step,
     module_hooks,
     one_step_noted,
     running_calls,
-    runs_alike,
     skipped_layers,
 )
 from tests.zoo.models import Parts
@@ -122,16 +123,18 @@ def test_a_layer_that_ran_in_part_is_not_skipped() -> None:
     assert skipped_layers(model) == ["*.*"]
 
 
-@pytest.mark.parametrize(("skipped", "alike"), [([], True), (["layers.1"], False), (["layers.1.0"], False)])
-def test_layers_run_alike_if_all_call_the_same_modules_in_themselves(skipped: list[str], alike: bool) -> None:
-    model = nn.ModuleDict({"layers": nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))})
+def test_every_layer_calls_when_it_runs_what_any_layer_of_its_group_calls() -> None:
+    layers = nn.ModuleList(nn.ModuleDict({"conv": nn.Linear(2, 2), "idle": nn.Linear(2, 2)}) for _ in range(3))
+    layers[0]["down"] = nn.Linear(2, 2)  # type: ignore[operator]
+    model = nn.ModuleDict({"layers": layers, "head": nn.Linear(2, 2)})
 
     def forward() -> None:
-        for number, layer in enumerate(model["layers"]):
-            if f"layers.{number}" not in skipped:
-                layer.forward(ones(2)) if f"layers.{number}.0" not in skipped else None
+        model["head"](layers[0]["down"](layers[1]["conv"](ones(2))))  # type: ignore[index]
 
-    assert runs_alike(model, ["layers.*"], forward) is alike
+    called = called_modules(model, forward)
+    assert called == {"head", "layers.0.down", "layers.1.conv"}
+    convs = {f"layers.{number}.conv" for number in range(3)}
+    assert calls_of_all_layers(model, ["layers.*"], called) == {"layers.0.down", *convs}
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ from memopt_cli.runtime.state import StartingState
 from memopt_cli.runtime.unsafe import forget_unsafe
 from memopt_cli.text.optimizer_text import MadeOptimizer, parse_optimizer
 from memopt_cli.training.apply import apply_plan, refusing_in_backward, remove_segments
-from memopt_cli.training.module_calls import one_step_noted, runs_alike, skipped_layers
+from memopt_cli.training.module_calls import called_modules, calls_of_all_layers, one_step_noted, skipped_layers
 from memopt_cli.training.optimizers import OptimizerMaker, optimizer_maker
 from memopt_cli.training.own_step import OwnStep
 from memopt_cli.training.step import TrainingStep, input_dtype, make_scaler, reset_step, seed_everything
@@ -251,15 +251,19 @@ class Bench:
         if isinstance(self.model, StepModels):  # a step of the user's own has no forward alone
             return None
         first = self.settings.seed + 1
-        for seed in range(first, first + _MAX_EXTRA_SEEDS):
-            self.enter_start()
-            step = self.step(*sizes, seed=seed)
-            seed_everything(seed)
-            # A seed that forward does not take is none to name, and no reason to end the measurement.
-            with suspend_compilation(self.model), contextlib.suppress(Exception):
-                if runs_alike(self.model, groups, step.run_forward):
-                    return seed
-        return None
+        called = {seed: self._called_modules(seed, sizes) for seed in range(first, first + _MAX_EXTRA_SEEDS)}
+        all_calls = calls_of_all_layers(self.model, groups, frozenset().union(*called.values()))
+        return next((seed for seed, modules in called.items() if all_calls and modules >= all_calls), None)
+
+    def _called_modules(self, seed: int, sizes: _Sizes) -> frozenset[str]:
+        """Return the paths of the modules that a forward with ``seed`` calls; empty if it does not run."""
+        self.enter_start()
+        step = self.step(*sizes, seed=seed)
+        seed_everything(seed)
+        # A seed that forward does not take is none to name, and no reason to end the measurement.
+        with suspend_compilation(self.model), contextlib.suppress(Exception):
+            return called_modules(self.model, step.run_forward)
+        return frozenset()
 
     def one_step_noted(self) -> contextlib.AbstractContextManager[None]:
         """Note if the step in the ``with`` block is one time step of a loop that the user's script runs."""
