@@ -158,7 +158,7 @@ class _Reading:
             return self._text_of(value.__code__) if kind is types.FunctionType else str(value.__qualname__)
         self._pending.append(kind)
         if issubclass(kind, enum.Enum):
-            return f"{kind.__qualname__}.{value._name_} {self._text_of(value._value_)}"
+            return f"{kind.__qualname__}.{value.name} {self._text_of(value.value)}"
         if kind is types.CodeType:  # the same wherever it is in the file
             parts = [getattr(value, f"co_{part}") for part in _OF_CODE.split()]
             return _digest([*parts, *(self._text_of(constant) or repr(constant) for constant in value.co_consts)])

@@ -16,6 +16,8 @@ from memopt_cli.text.units import format_bytes
 
 SKIPS_LAYERS = "the step that was measured runs some and skips others"
 """Phrase in the note that the measured step skips layers, so that other steps may need more memory."""
+BUSY = 0.2
+"""The machine was busy if steps waited for a processor for more than this share of their time: times are rough."""
 _NINE_OF_TEN = 1.28
 """Standard errors above a mean below which nine of ten values lie, where they are normal."""
 _STANDARD_ERROR = 1.2533 * 1.4826

@@ -15,7 +15,7 @@ _NAMES = {"peak": "tensor peak", "allocated": "allocated peak", "offloaded": "wa
 _MODULES = 10
 """Maximum number of rows in the table of modules."""
 _NOTABLE = 0.01
-"""The allocated peak, which does not repeat, is mentioned too if it changed by more than this share."""
+"""A change of the allocated peak, which does not repeat, and a tensor are named from this share of the peak on."""
 _NAMED = 3
 """Maximum number of modules, segments or tensors that a sentence names."""
 
@@ -85,9 +85,10 @@ def _causes(comparison: Comparison) -> Iterator[str]:
         yield f"plan: sending away of what is saved {comparison.plan.sending}"
     yield from _size_changes(comparison)
     yield from _place_lines(comparison)
-    for saved in comparison.new_saved[:_NAMED]:
+    notable_bytes = _NOTABLE * comparison.changes[0].after
+    for saved in [saved for saved in comparison.new_saved if saved.nbytes >= notable_bytes][:_NAMED]:
         yield f"new among the largest tensors kept for backward: {format_bytes(saved.nbytes)}, {_origin(saved)}"
-    for grown in comparison.grown_saved[:_NAMED]:
+    for grown in [grown for grown in comparison.grown_saved if grown.saved.nbytes >= notable_bytes][:_NAMED]:
         sizes = f"{format_bytes(grown.before_bytes)} → {format_bytes(grown.saved.nbytes)}"
         yield f"larger among the tensors kept for backward: {sizes}, {_origin(grown.saved)}"
     for rename in comparison.renames:
@@ -122,7 +123,8 @@ def metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
 
 def module_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     """Return the cells under :data:`MODULE_HEADINGS` for the modules whose own bytes at the peak changed most."""
-    most = sorted(comparison.modules, key=lambda m: -abs(m.after_bytes - m.before_bytes))[:_MODULES]
+    changed = [m for m in comparison.modules if m.after_bytes != m.before_bytes]
+    most = sorted(changed, key=lambda m: -abs(m.after_bytes - m.before_bytes))[:_MODULES]
     return [
         (
             module_name(m.path) + (f" (was {m.was})" if m.was else ""),

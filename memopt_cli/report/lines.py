@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from rich.table import Table
 
 from memopt_cli.inputs.spec_text import format_tensor
-from memopt_cli.records import FIRST_USED, DeviceEstimate, InputSpec
+from memopt_cli.records import BUSY, FIRST_USED, DeviceEstimate, InputSpec
 from memopt_cli.text.documents import COMMAND
 from memopt_cli.text.units import format_bytes
 
@@ -35,10 +35,6 @@ def choice_notes(notes: Iterable[str]) -> Iterator[str]:
 def other_notes(notes: Iterable[str]) -> Iterator[str]:
     """Yield the ``notes`` that :func:`choice_notes` leaves out."""
     yield from (note for note in notes if FIRST_USED not in note)
-
-
-BUSY = 0.2
-"""A report calls the times rough if steps waited for a processor for more than this share of their time."""
 
 
 def busy_notes(waited: Iterable[float]) -> Iterator[str]:

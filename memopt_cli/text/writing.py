@@ -56,7 +56,7 @@ def _is_special(path: Path) -> bool:
 
 def note_existing_plan(plan: Path) -> list[str]:
     """Return a sentence on the file at the path of ``plan``, for an answer without a plan; nothing if there is none."""
-    return [f"{plan}was written by an earlier run and is left as it is."] if os.path.lexists(plan) else []
+    return [f"{plan} was written by an earlier run and is left as it is."] if os.path.lexists(plan) else []
 
 
 def content(data: bytes) -> Fill:

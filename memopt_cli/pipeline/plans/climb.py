@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from memopt_cli.measure.jobs import ORIGINAL
+from memopt_cli.pipeline.plans.earlier_searches import ERRORS
 from memopt_cli.pipeline.plans.plan_measurements import PlanMeasurements
 from memopt_cli.pipeline.plans.started_search import StartedSearch
 from memopt_cli.pipeline.plans.worth import judge_measurement, judge_prediction
-from memopt_cli.records import DroppedPlan, Failure, LevelRow, Measurement, TooSlow
+from memopt_cli.records import BUSY, DroppedPlan, Failure, LevelRow, Measurement, TooSlow
 from memopt_cli.records.progress import Span
 from memopt_cli.records.summary import PREDICTED_SHARE
 from memopt_cli.search.plan.policy import skipped_step
@@ -37,8 +38,6 @@ _MIN_EXTRA = 0.001
 """Lower bound on a predicted extra time, as a share of the original's step, by which a measured one is divided."""
 _FAR_SHARE = 0.8
 """An error of predictions below this share of the one that chose the plan leaves time for a plan that peaks lower."""
-_LEAST_ERROR = 0.6
-"""Lower bound on an error of predictions: a plan that seems faster still was measured in a lucky moment."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -243,18 +242,29 @@ class Climb:
         this search or in an earlier one.  The measurement of ``fast`` says how far to go.  What was learnt is
         remembered for the next search.
         """
+        predicted = fast.predicted_slowdown or self._limit
+        if math.isinf(self._limit) or not self._is_plausible(fast, predicted):
+            return fast
         used_error = self._error_used()
         if isinstance(fast.outcome, Measurement) and isinstance(self._original, Measurement):
             slowdown = fast.outcome.slowdown(self._original) + fast.outcome.slowdown_error
-            error = max(_LEAST_ERROR, _extra_time_error(slowdown, fast.predicted_slowdown or self._limit))
+            error = max(ERRORS[0], _extra_time_error(slowdown, predicted))
             if error < _FAR_SHARE * used_error:
                 max_predicted = self._limit_of_predictions(PREDICTED_SHARE, error)
                 row, dropped = self._with_measurement(self._search_faster(fast, max_predicted))
                 if dropped is None and _peak_bytes(row) < _peak_bytes(fast):
                     fast, used_error, self._max_predicted_slowdown = row, error, max_predicted
-        if not math.isinf(self._limit):
-            self.search.earlier.accept(fast.plan, self._limit, used_error)
+        self.search.earlier.accept(fast.plan, self._limit, used_error)
         return fast
+
+    def _is_plausible(self, row: LevelRow, predicted: float) -> bool:
+        """Return whether the step of ``row`` was timed on a machine that was not busy, and not far below ``predicted``.
+
+        Other work may slow down the original alone, and a plan that adds work then seems to be faster than it.
+        """
+        if not isinstance(row.outcome, Measurement) or not isinstance(self._original, Measurement):
+            return False
+        return row.outcome.waited <= BUSY and row.outcome.slowdown(self._original) >= predicted / 2
 
     def _error_used(self) -> float:
         """Return the error of predictions by which the last plan was chosen."""

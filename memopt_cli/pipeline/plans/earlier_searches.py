@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 
@@ -28,6 +29,15 @@ _MAX_ACCEPTED = 16
 """Maximum number of plans remembered for a step."""
 _FASTER_SHARE = 0.8
 """A step that takes less than this share of the remembered one replaces it: the machine was busy before."""
+_SLOWER_RATIO = 20
+"""A step that takes this multiple of the remembered one replaces it: no machine is that busy."""
+_SHARED_TIME = 0.5
+"""Minimum share of a remembered step's time that its operators still take now, one by one."""
+_RATES_RATIO = 100
+"""Maximum ratio of a remembered rate to one that was just measured, or the other way round."""
+ERRORS = (0.6, 10.0)
+"""Smallest and largest error of predictions that is used.  A plan that seems faster or slower still was measured in an
+unusual moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +63,32 @@ class _SearchedStep:
             segment_overhead=trace.segment_overhead,
         )
 
-    def fits(self, trace: StepTrace) -> bool:
-        """Return whether these are times and rates of ``trace``: a record is a file, and files may be damaged."""
+    def is_timed(self) -> bool:
+        """Return whether the step was timed: all its operators and rates, and some take time."""
         times = (*self.operators_s, *self.modules_s)
+        return min(times, default=0) >= 0 and 0 < self.step_s < math.inf and min(self.rates) > 0
+
+    def fits(self, fresh: _SearchedStep) -> bool:
+        """Return whether this may be an earlier record of the ``fresh`` step.
+
+        A record is a file, and files may be damaged.  NaN fails every comparison.
+        """
         lengths = len(self.operators_s), len(self.modules_s)
-        rates = self.packing_bytes_per_s, self.segment_overhead, self.extra_time_error
-        is_sound = min(times, default=0) >= 0 and min(rates) > 0
-        return is_sound and self.step_s > 0 and lengths == (len(trace.ops), len(trace.modules))
+        if lengths != (len(fresh.operators_s), len(fresh.modules_s)) or not self.is_timed():
+            return False
+        shared_s = sum(map(min, self.operators_s, fresh.operators_s))
+        ratios = [ours / theirs for ours, theirs in zip(self.rates, fresh.rates, strict=True)]
+        return (
+            shared_s >= _SHARED_TIME * self.step_s
+            and fresh.step_s < _SLOWER_RATIO * self.step_s
+            and all(1 / _RATES_RATIO <= ratio <= _RATES_RATIO for ratio in ratios)
+            and ERRORS[0] <= self.extra_time_error <= ERRORS[1]
+        )
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Rate of packing, and factor of the time that segments cost."""
+        return self.packing_bytes_per_s, self.segment_overhead
 
     @property
     def step_s(self) -> float:
@@ -95,11 +124,11 @@ class EarlierSearches:
         A step that was not timed here, such as one for another device, stays as it is.
         """
         fresh = _SearchedStep.of(trace)
-        if self._sessions.prepared.subject.card is not None or not fresh.fits(trace):
+        if self._sessions.prepared.subject.card is not None or not fresh.is_timed():
             return trace
         key = f"{self._conditions_text}\n{_step_text(trace)}"
         known = recall(_KIND, key, _SearchedStep, _MAX_BYTES)
-        if known is None or not known.fits(trace) or fresh.step_s < _FASTER_SHARE * known.step_s:
+        if known is None or not known.fits(fresh) or fresh.step_s < _FASTER_SHARE * known.step_s:
             known = fresh
             remember(_KIND, key, fresh, max_records=_MAX_RECORDS)
         else:
@@ -124,11 +153,11 @@ class EarlierSearches:
         if self._original is None:
             return
         key, step = self._original
-        is_first = not any(accepted.startswith(f"{max_slowdown:g}:") for accepted in step.accepted)
+        error = min(max(extra_time_error, ERRORS[0]), ERRORS[1])
         known = [digest for digest in step.accepted if digest != _digest(plan, max_slowdown)]
         changed = replace(
             step,
-            extra_time_error=extra_time_error if is_first else min(extra_time_error, step.extra_time_error),
+            extra_time_error=min(error, step.extra_time_error) if step.accepted else error,
             accepted=(*known, _digest(plan, max_slowdown))[-_MAX_ACCEPTED:],
         )
         if changed != step:

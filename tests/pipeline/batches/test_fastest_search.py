@@ -97,7 +97,7 @@ def test_a_plan_is_written_only_where_the_answer_has_one(
     is_left = plan.is_empty
     assert (Path("net.memopt.plan.yaml").read_text() == "of an earlier run") is is_left
     assert answer.files == ("net.memopt.batch.yaml", *["net.memopt.plan.yaml"] * (not is_left))
-    assert answer.notes == ("net.memopt.plan.yamlwas written by an earlier run and is left as it is.",) * is_left
+    assert answer.notes == ("net.memopt.plan.yaml was written by an earlier run and is left as it is.",) * is_left
     assert ("plan: net.memopt.plan.yaml" in Path("net.memopt.batch.yaml").read_text()) is not is_left
 
 

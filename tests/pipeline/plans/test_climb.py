@@ -294,6 +294,19 @@ def test_a_plan_faster_than_predicted_leaves_time_for_one_that_peaks_lower(
         assert (asked, row.predicted_allocated_peak_bytes) == (expected, applied)
 
 
+@pytest.mark.parametrize(("slowdown", "waited"), [(0.5, 0.0), (1.2, 0.5)])
+def test_nothing_is_learned_on_a_busy_machine(
+    slowdown: float, waited: float, known_step: Callable[[], EarlierSearches]
+) -> None:
+    found, _ = climb({1: {600: 1.29}}, lambda peak: replace(measured(peak, slowdown), waited=waited))
+    found.search = replace(found.search, earlier=known_step())
+    (row,) = found.rows()
+    later = known_step()
+    assert row.plan == priced(600, 1.29).plan
+    assert not later.has_accepted(row.plan, found._limit)
+    assert later.extra_time_error == 1
+
+
 @pytest.mark.parametrize(("error", "later", "applied"), [(0.02, 1.32, 600), (0.02, 1.34, 900), (0.0, 1.32, 600)])
 def test_the_error_of_a_measurement_does_not_count_for_a_plan_that_was_accepted_before(
     error: float, later: float, applied: int, known_step: Callable[[], EarlierSearches]

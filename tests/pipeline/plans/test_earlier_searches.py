@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,7 +89,15 @@ def test_module_times_are_remembered_as_well() -> None:
     assert searches_on().settle(replace(step_of(1.1), modules=(_module(0.6),))) == first
 
 
-@pytest.mark.parametrize("change", [{"operators_s": [-1, 4]}, {"operators_s": [3]}, {"segment_overhead": 0}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"operators_s": times} for times in ([-1, 4], [3], [5e-324] * 2, [3, 0], [1e308] * 2, [math.nan] * 2)),
+        *({"segment_overhead": factor} for factor in (0, 1e308, math.nan)),
+        *({"extra_time_error": error} for error in (0, 1e308, math.nan)),
+    ],
+    ids=str,
+)
 def test_a_damaged_record_is_replaced(state: Path, change: dict[str, Any]) -> None:
     searches_on().settle(step_of(1, 2))
     (path,) = state.glob("*.json")

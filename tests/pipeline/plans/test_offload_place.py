@@ -71,7 +71,7 @@ def test_a_limit_on_host_memory_that_nothing_is_sent_to(offload: str) -> None:
 
 @pytest.mark.parametrize("memory", ["50%", 0.5, "much", 0, -1, True])
 def test_a_limit_on_host_memory_that_is_no_size(memory: object) -> None:
-    with pytest.raises((OptionError, UsageError), match=r"Give a size that something fits into|is not a memory size"):
+    with pytest.raises((OptionError, UsageError), match=r"Use a size that something fits into|is not a memory size"):
         optimized(offload="host", host_memory=memory)
 
 

@@ -183,7 +183,7 @@ def test_a_model_that_stays_as_it_is_is_not_copied(memopt: Memopt) -> None:
     done = memopt(*command, "--force")
     assert done.changed == names("pt", "summary.json")  # the batch is the same
     assert isinstance(memopt_cli.load("net.memopt.pt"), nn.Linear)
-    assert "\nnet.memopt.plan.yamlwas written by an earlier run and is left as it is.\n" in done.out
+    assert "\nnet.memopt.plan.yaml was written by an earlier run and is left as it is.\n" in done.out
     assert Path("net.memopt.plan.yaml").read_text() == "of an earlier run"
 
 
