@@ -511,6 +511,15 @@ def test_by_default_nothing_is_changed() -> None:
         assert (summary.levels, summary.peak_memory_mb, summary.skipped_steps) == ([], None, [])
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_step_of_one_time_step_is_noted_at_every_level(level: int) -> None:
+    neuron = pytest.importorskip("spikingjelly.activation_based.neuron")
+    net = nn.Sequential(nn.Linear(8, 8), neuron.LIFNode(), nn.Linear(8, 8), neuron.LIFNode())
+    summary = summary_of(net, neuron.LIFNode, (torch.randn(64, 8),), level=level)
+    assert any(note.startswith("The step that was run is of one time step") for note in summary.notes)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("in_process")
 def test_level_1_without_inputs_is_installed_unmeasured() -> None:

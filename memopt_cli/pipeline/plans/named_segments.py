@@ -54,7 +54,7 @@ def find_named_segments(request: OptimizeRequest, prepared: PreparedModel) -> Fi
     prover = Prover(measurements=measurements, findings=findings, always_applies_chosen=True)
     row, findings.verification = prover.prove(row)
     findings.plan, findings.applied_level = row.plan, row.level
-    findings.notes += _peak_notes(row, original)
+    findings.notes += [*prepared.messages, *_peak_notes(row, original)]
     return findings
 
 
