@@ -20,7 +20,6 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from memopt_cli.errors import first_line
 from memopt_cli.loading.user_code import UserCode
 from memopt_cli.loading.user_function import user_function
 from memopt_cli.measure.importable import UserFunction
@@ -30,8 +29,7 @@ from memopt_cli.records import ModelSource
 from memopt_cli.runtime.frozen import ATOMS
 from memopt_cli.runtime.variables import WRAPPED, assigned_in, is_library, named_by, names_in
 
-_MOVING: Final = ("Generator", "Logger", "Random", "RandomState")
-"""Classes of a library's objects that change by themselves, or are named after ``__main__``."""
+_MOVING: Final = ("Generator", "Logger", "Random", "RandomState")  # they change by themselves, or know ``__main__``
 _OF_CODE: Final = "code exceptiontable flags names varnames freevars cellvars argcount posonlyargcount kwonlyargcount"
 
 
@@ -44,7 +42,7 @@ def find_difference(source: ModelSource, names: Sequence[str], functions: Sequen
     try:
         here = _Reading([*map(pkgutil.resolve_name, names), *given.values()])
     except Exception as err:  # the user's classes may do anything
-        return f"its code cannot be compared with its files ({first_line(err)})"
+        return f"its code cannot be compared with its files ({type(err).__name__})"
     if not here.digests:
         return ""
     with Session(Subject(source=source), 600.0) as session:
@@ -174,9 +172,8 @@ class _Reading:
     def _read_object(self, value: Any, kind: type, name: str) -> str:
         """Return a text on an object that :meth:`_text_of` does not know; add what it holds."""
         if issubclass(kind, Tensor):
-            flat = value.detach().flatten()[:: value.numel() // 4096 + 1]
-            values = [] if issubclass(kind, nn.Parameter) else flat.tolist()  # those of a parameter are often random
-            return f"{value.dtype} {value.device} {tuple(value.shape)} {values}"
+            few = slice(None, 0 if issubclass(kind, nn.Parameter) else None, value.numel() // 4096 + 1)  # it is random
+            return f"{value.dtype} {value.device} {tuple(value.shape)} {value.detach().flatten()[few].tolist()}"
         items = _items_of(value, kind)
         held = {f"[{self._text_of(key)}]": item for key, item in items or ()}
         if kind in (Namespace, types.SimpleNamespace) or _is_users(kind.__module__):
