@@ -167,21 +167,18 @@ def names_in(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*map(names_in, inner))
 
 
-def read_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of the globals that ``code``, or a function that it defines, reads."""
-    return _globals_of(code, ("LOAD_GLOBAL", "LOAD_NAME"))
-
-
 def assigned_in(code: types.CodeType) -> frozenset[str]:
     """Return the names of the globals that ``code``, or a function that it defines, assigns or deletes."""
-    return _globals_of(code, ("STORE_GLOBAL", "DELETE_GLOBAL"))
+    return named_by(code, ("STORE_GLOBAL", "DELETE_GLOBAL"))
 
 
 @functools.cache
-def _globals_of(code: types.CodeType, instructions: tuple[str, ...]) -> frozenset[str]:
+def named_by(code: types.CodeType, instructions: tuple[str, ...]) -> frozenset[str]:
+    """Return what ``instructions`` of ``code``, or of a function that it defines, name, except variables of its own."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    named = {step.argval for step in dis.get_instructions(code) if step.opname in instructions}
-    return frozenset(named).union(*(_globals_of(each, instructions) for each in inner))
+    steps = [step for step in dis.get_instructions(code) if step.opname in instructions]
+    named = {step.argval for step in steps if step.opname != "STORE_DEREF" or step.argval in code.co_freevars}
+    return frozenset(named).union(*(named_by(each, instructions) for each in inner))
 
 
 def _is_constant(function: types.FunctionType) -> bool:
