@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import html
 import importlib
 import io
@@ -10,6 +11,7 @@ import json
 import math
 import pickle
 import re
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -498,7 +500,22 @@ def test_ctrl_c_in_the_search_for_the_batch_ends_only_that(
     assert "no batch is recommended" in caplog.text
 
 
-@pytest.mark.parametrize("change", ["method", "constant", "file", "loss"])
+def longer(block: nn.Module, x: Tensor) -> Tensor:
+    return type(block).forward(block, x.sin().cos().exp())
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("kind", [types.MethodType, functools.partial])
+def test_a_method_replaced_in_an_object_is_measured(kind: Callable[..., Any], x: Tensor) -> None:
+    model = made()
+    before = memopt_cli.profile(model, x).result
+    model[3].forward = kind(longer, model[3])
+    after = memopt_cli.profile(model, x).result
+    assert after.tensor_peak_bytes > before.tensor_peak_bytes
+    assert "Block.forward is replaced in an object" in after.notes[0]
+
+
+@pytest.mark.parametrize("change", ["method", "allowed", "constant", "file", "loss"])
 def test_code_that_differs_from_its_file_is_profiled_in_this_process(
     change: str, x: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -520,7 +537,7 @@ def test_code_that_differs_from_its_file_is_profiled_in_this_process(
     file.write_text(f"# the same code, two lines further down\n\n{source}")
     same = memopt_cli.profile(model, x, loss=module.loss).result
     assert same.notes == ()
-    if change == "method":
+    if change in ("method", "allowed"):
         monkeypatch.setattr(module.Net, "forward", lambda self, x: self.linear(x).sin().cos().exp().sin())
     elif change == "constant":
         monkeypatch.setattr(module, "REPEATS", 4)
@@ -528,8 +545,11 @@ def test_code_that_differs_from_its_file_is_profiled_in_this_process(
         file.write_text(source.replace("REPEATS = 1", "REPEATS = 9"))
     else:
         monkeypatch.setattr(module.loss, "__code__", (lambda output: output.exp().sin().sum()).__code__)
-    changed = memopt_cli.profile(model, x, loss=module.loss).result
-    differs = {"method": "Net.forward", "loss": "loss"}.get(change, "REPEATS")
+    with torch.serialization.safe_globals([module.Net] if change == "allowed" else []):
+        allowed = torch.serialization.get_safe_globals()
+        changed = memopt_cli.profile(model, x, loss=module.loss).result
+        assert {*torch.serialization.get_safe_globals()} == {*allowed}
+    differs = {"method": "Net.forward", "allowed": "Net.forward", "loss": "loss"}.get(change, "REPEATS")
     assert changed.notes == (
         f"Profiled in this process, without a time limit: {differs} in this process differs from the one in {name}.py.",
     )

@@ -293,11 +293,19 @@ def _save_for_subprocess(model: nn.Module, path: Path) -> tuple[str, list[str]]:
 
     A subprocess can load it if it can import every name that the file refers to.
     """
+    allowed = torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()  # PyTorch leaves them out of the names
     try:
+        for module in model.modules():
+            for name in vars(module) if unwrap(module) is module else ():  # torch.compile's has a forward of its own
+                if callable(vars(module)[name]) and callable(inspect.getattr_static(type(module), name, None)):
+                    return f"{type(module).__qualname__}.{name} is replaced in an object", []
         torch.save(model, path)
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception as err:  # the user's classes may do anything
         return f"the model cannot be pickled ({first_line(err)})", []
+    finally:
+        torch.serialization.add_safe_globals(allowed)
     for name in names:
         if obstacle := unreachable(name):
             return f"a subprocess cannot import {name} ({obstacle})", []
