@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable
@@ -16,6 +17,7 @@ import memopt_cli
 from memopt_cli.errors import MemoptError, OptionError, StepError
 from memopt_cli.loading.factory import build
 from memopt_cli.measure.allocated import measure_allocated
+from memopt_cli.pipeline.live.step import prepared_step
 from memopt_cli.records import Plan, SearchOptions, SegmentPlan, StepSettings
 from memopt_cli.runtime.state import StartingState
 from memopt_cli.search.plan.block_tree import block_tree
@@ -42,6 +44,31 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setitem(sys.modules, "own_steps", module)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("kind", ["decorated", "old", "partial", "bound"])
+def test_a_function_that_its_name_does_not_lead_to_is_called_here(
+    kind: str, steps: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(STEPS.parent))
+    make = steps.two_rounds
+    if kind == "old":  # as after a reload
+        steps.two_rounds = functools.partial(make)
+    elif kind == "bound":
+        steps.Maker = type("Maker", (), {"make": lambda self: make(), "__module__": "own_steps"})
+        steps.Maker.make.__qualname__, steps.Maker.make.__module__ = "Maker.make", "own_steps"
+    others = {
+        "decorated": lambda: functools.wraps(make)(lambda: make()),
+        "old": lambda: make,
+        "partial": lambda: functools.partial(make),
+        "bound": lambda: steps.Maker().make,
+    }
+    with prepared_step(others[kind](), (torch.randn(8, 8),), StepSettings()) as prepared:
+        assert prepared.notes[0].endswith("(that is another object).")
+    if kind != "old":
+        with prepared_step(make, (torch.randn(8, 8),), StepSettings()) as prepared:
+            assert prepared.notes == ()
 
 
 def own_step(name: str, *, rows: int = 256) -> OwnStep:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import pkgutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,6 +51,9 @@ def _why_not_importable(make: Callable[[], Step], name: str) -> str:
     if not all(part.isidentifier() for part in name.split(".")):
         return f"{name} is defined within a function"
     reason = unreachable(f"{module}.{name}")
+    with contextlib.suppress(ImportError, AttributeError):
+        if not reason and pkgutil.resolve_name(f"{module}.{name}") is not make:
+            reason = "that is another object"
     return f"a subprocess cannot import {module}.{name} ({reason})" if reason else ""
 
 
