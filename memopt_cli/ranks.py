@@ -36,6 +36,7 @@ from memopt_cli.measure.jobs import ORIGINAL, Subject
 from memopt_cli.measure.local import LocalSession
 from memopt_cli.measure.reach import UserFunction, locate_function
 from memopt_cli.measure.runner import Session
+from memopt_cli.measure.same_code import find_difference
 from memopt_cli.pipeline.batches.rank_batches import recommend_ranks_prepared
 from memopt_cli.pipeline.live.factory import prepared_factory
 from memopt_cli.pipeline.live.model import describe_inputs, find_and_verify, refuse_recursion
@@ -287,8 +288,9 @@ def _numbers(ranks: int | tuple[int, int]) -> tuple[int, ...]:
 
 
 def _session(subject: Subject, limit_s: float, rank_step: _RankStep) -> Session:
-    """Return a session in a subprocess, or in this process if a subprocess could not import one of the functions."""
-    if not any(function.obstacle for function in (rank_step.model, *rank_step.functions)):
+    """Return a session in a subprocess, or in this process if a subprocess could not run one of the functions."""
+    users = (rank_step.model, *rank_step.functions)
+    if not any(function.obstacle for function in users) and not find_difference(subject.source, [], users):
         return Session(subject, limit_s)
     functions = {f.reference: f.function for f in rank_step.functions if f.function is not None}
     return LocalSession(subject, limit_s, rank_step.model.function, functions)

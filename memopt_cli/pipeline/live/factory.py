@@ -14,6 +14,7 @@ from memopt_cli.measure.answers.without_steps import facts_of
 from memopt_cli.measure.jobs import DescribeJob, Subject
 from memopt_cli.measure.local import LocalSession, isolate_state
 from memopt_cli.measure.reach import UserFunction
+from memopt_cli.measure.same_code import find_difference
 from memopt_cli.pipeline.live.model import unimportable_functions
 from memopt_cli.pipeline.prepare import Opening, Prepared, prepare
 from memopt_cli.records import LoadedModel, Plan
@@ -32,10 +33,12 @@ def prepared_factory(
     """Prepare the model that ``model`` builds for a prediction; its parameters are never allocated.
 
     ``functions``: the functions called by the step, and the function that shards the model.  If a subprocess could not
-    import one of them, it runs in this process, and a note has the reason.  Raises :class:`MemoptError` if ``plan``
+    run one of them, it runs in this process, and a note has the reason.  Raises :class:`MemoptError` if ``plan``
     does not suit the model.
     """
     obstacle = next(filter(None, (function.obstacle for function in (model, *functions))), "")
+    if not obstacle and (obstacle := find_difference(subject.source, [], (model, *functions))):
+        model = replace(model, obstacle=obstacle)
     if model.obstacle and model.function is not None:
         with isolate_state(), built_without_data(fake_mode()):
             loaded = LoadedModel(module=model.function(), source=subject.source, format="factory", sha256=None)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from memopt_cli.errors import MemoptError, StepError, UsageError
 from memopt_cli.inputs.spec_text import parse_tensor
 from memopt_cli.measure.jobs import CountJob, Subject
 from memopt_cli.measure.local import LocalSession
-from memopt_cli.ranks import predict_rank
+from memopt_cli.ranks import predict_rank, recommend_ranks
 from memopt_cli.records import Counted, InputSpec, ModelSource, Plan, RankLayout, RankPrediction, StepSettings
 from memopt_cli.runtime.private_torch import start_fake_group
 from memopt_cli.training.sharded.spread import find_repeated_blocks
@@ -116,6 +118,24 @@ def test_a_subprocess_predicts_the_same() -> None:
         here, layout=replace(here.layout, mesh={"dp": 2})
     )
     assert not dist.is_initialized()
+
+
+def test_a_rank_whose_code_was_changed_is_predicted_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "changed_rank.py").write_text(
+        "from torch import nn\nN = 1\nclass Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__(); self.linear = nn.Linear(64, 64)\n"
+        "    def forward(self, x):\n        for _ in range(N): x = self.linear(x).sin()\n        return x\n"
+        "def build(): return Net()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    module = importlib.import_module("changed_rank")
+    as_written = predict_rank(module.build, "16x64", ranks=2, parallelize="ddp")
+    monkeypatch.setattr(module, "N", 30)
+    assert (
+        predict_rank(module.build, "16x64", ranks=2, parallelize="ddp").tensor_peak_bytes > as_written.tensor_peak_bytes
+    )
+    found = recommend_ranks(module.build, "Bx64", dims={"B": 16}, ranks=2, parallelize="ddp", memory="1GiB")
+    assert any("N in this process differs from the one in changed_rank.py" in note for note in found.result.notes)
 
 
 @pytest.mark.usefixtures("here")
