@@ -115,6 +115,7 @@ class ForkServer:
         arguments = [role, str(theirs.fileno()), str(self._user)]
         is_set = any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ)
         path = os.pathsep.join(map(os.path.abspath, filter(None, sys.path)))
+        optimize = str(sys.flags.optimize or "")  # python -O leaves out the user's assertions
         with theirs:
             # Its own session: Ctrl-C reaches memopt, which then ends the subprocesses itself.
             self._process = subprocess.Popen(
@@ -125,7 +126,7 @@ class ForkServer:
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
                 cwd=os.sep,  # not the user's folder: imports must neither find modules there nor write files
-                env={**({} if is_set else _MALLOC), **os.environ, "PYTHONPATH": path},
+                env={**({} if is_set else _MALLOC), **os.environ, "PYTHONPATH": path, "PYTHONOPTIMIZE": optimize},
             )
         self._control = ours
         weakref.finalize(self, _end_server, ours, self._process, self._user)
